@@ -1,0 +1,1 @@
+"""What prepares, serves and measures: checkpoints, Triton repository, supervisor, benchmarks."""

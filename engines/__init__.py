@@ -1,0 +1,1 @@
+"""What runs: slot memory, decoder, draft, target and the speculative loop."""

@@ -1,0 +1,140 @@
+"""The memory adaptor: mirrored key and value projections for slot tokens, and its file.
+
+A slot token runs through the frozen backbone; only its keys and values come from projections of
+their own, one pair per layer, with the biases of the backbone's (MASW, arXiv 2608.30252, 4.1).
+The file is safetensors with a JSON header; loading is strict and checks the base model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
+from .config import DecoderConfig
+
+FORMAT = "masw-adaptor-1"
+LAST_TOKEN = "last_token"
+
+
+class AdaptorError(ValueError):
+    """An adaptor file that does not fit; the message names what differs."""
+
+
+@dataclass(frozen=True)
+class AdaptorConfig:
+    """Header of an adaptor file.
+
+    slot_embedding: "last_token" (the embedding of the raw token before the boundary) or a fixed
+    token id. offset: whether a trained vector is added to it. base: fingerprint of the backbone.
+    """
+
+    base: str
+    sink: int = 128
+    window: int = 128
+    interval: int = 8
+    visibility: SlotVisibility = SlotVisibility.EVICTED
+    slot_embedding: str | int = LAST_TOKEN
+    offset: bool = False
+    trained: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "visibility", SlotVisibility(self.visibility))
+        if self.interval < 1:
+            raise AdaptorError(f"interval is {self.interval}; an adaptor needs 1 or more")
+        fixed = isinstance(self.slot_embedding, int) and self.slot_embedding >= 0
+        if self.slot_embedding != LAST_TOKEN and not fixed:
+            raise AdaptorError(
+                f"slot_embedding is {self.slot_embedding!r}; give {LAST_TOKEN!r} or a token id"
+            )
+
+    def rule(self, rollback: int = 16) -> MemoryRule:
+        """The memory rule the adaptor was made for."""
+        return MemoryRule(self.sink, self.window, rollback, self.interval, self.visibility)
+
+
+class KeyValueMirror(nn.Module):
+    """The slot tokens' own key and value projections of one layer."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        width = config.kv_heads * config.head_dim
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+
+
+class Adaptor(nn.Module):
+    """All mirrored projections, and the offset added to slot embeddings where there is one."""
+
+    def __init__(self, config: AdaptorConfig, decoder: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(KeyValueMirror(decoder) for _ in range(decoder.layers))
+        self.offset = nn.Parameter(torch.zeros(decoder.hidden_size)) if config.offset else None
+
+    def embed(self, raw_ids: Tensor, embedding: nn.Embedding) -> Tensor:
+        """Input embeddings (..., hidden) of the slots that follow raw tokens `raw_ids` (...)."""
+        fixed = self.config.slot_embedding
+        ids = raw_ids if fixed == LAST_TOKEN else torch.full_like(raw_ids, fixed)
+        embedded = embedding(ids)
+        return embedded if self.offset is None else embedded + self.offset.to(embedded.dtype)
+
+    def save(self, path: Path) -> None:
+        """Writes the adaptor atomically; the tensors come back bit for bit."""
+        header = {"format": FORMAT, "masw": json.dumps(asdict(self.config), sort_keys=True)}
+        part = path.with_name(path.name + ".part")
+        tensors = {name: t.detach().contiguous().cpu() for name, t in self.state_dict().items()}
+        save_file(tensors, part, metadata=header)
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, decoder: DecoderConfig, base: str) -> Adaptor:
+        """Reads an adaptor for the backbone with fingerprint `base`.
+
+        Raises AdaptorError for another format, another base model, or any tensor that is missing,
+        unexpected or of another shape.
+        """
+        config, tensors = read_adaptor(path)
+        if config.base != base:
+            raise AdaptorError(
+                f"{path.name} was made for base model {config.base[:12]}, not {base[:12]}; "
+                "use the adaptor of this draft model"
+            )
+        adaptor = cls(config, decoder)
+        wanted = {name: t.shape for name, t in adaptor.state_dict().items()}
+        for name in sorted(wanted.keys() | tensors.keys()):
+            if name not in tensors:
+                raise AdaptorError(f"{path.name} lacks tensor {name}")
+            if name not in wanted:
+                raise AdaptorError(f"{path.name} has unexpected tensor {name}")
+            if tensors[name].shape != wanted[name]:
+                raise AdaptorError(
+                    f"{path.name}: {name} is {tuple(tensors[name].shape)}, "
+                    f"the model needs {tuple(wanted[name])}"
+                )
+        adaptor.load_state_dict(tensors, assign=True)
+        return adaptor
+
+
+def read_adaptor(path: Path) -> tuple[AdaptorConfig, dict[str, Tensor]]:
+    """Header and tensors of an adaptor file, not yet checked against a model."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise AdaptorError(f"{path} is not a safetensors file: {error}") from error
+    if header.get("format") != FORMAT:
+        raise AdaptorError(
+            f"{path.name} has format {header.get('format')!r}; this version reads {FORMAT!r}"
+        )
+    try:
+        return AdaptorConfig(**json.loads(header["masw"])), tensors
+    except (KeyError, TypeError) as error:
+        raise AdaptorError(f"{path.name} has an incomplete header: {error}") from error

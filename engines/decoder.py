@@ -1,0 +1,284 @@
+"""One lean decoder for every role: full KV as target, slot memory as draft, both in training.
+
+Covers Llama 2/3.x, Mistral, Qwen2/2.5 and Qwen3. Parameter names are Hugging Face's, so weight
+files load as they are. A forward pass takes a `Block` and the memory it continues, and returns
+the block's own keys and values; it writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ..plugins.slot_attention.block import Block
+from ..plugins.slot_attention.op import slot_attention
+from ..plugins.slot_attention.rule import MemoryRule
+from .adaptor import Adaptor, AdaptorConfig, KeyValueMirror
+from .config import DecoderConfig, RopeConfig, UnsupportedModelError
+from .memory import SlotMemory
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """(D / 2,) float32 rotary frequencies under the config's scaling."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / rope.theta**exponent
+    if rope.kind == "default":
+        return plain
+    if rope.kind == "linear":
+        return plain / rope.factor
+    # llama3: long wavelengths are slowed by `factor`, short ones kept, those between blended.
+    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    keep = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / rope.factor
+
+
+class RotaryTable(nn.Module):
+    """cos and sin for positions 0 ... max_positions (a slot's position reaches the maximum)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        positions = torch.arange(config.max_positions + 1, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))
+        self.register_buffer("cos", torch.cat([angles.cos()] * 2, -1), persistent=False)
+        sin = angles.sin()
+        self.register_buffer("sin", torch.cat([-sin, sin], -1), persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, (B, 1, N, D) each, of positions (B, N)."""
+        return self.cos[positions][:, None].to(dtype), self.sin[positions][:, None].to(dtype)
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of x (B, H, N, D), halves layout."""
+    cos, sin = rotary
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, computed in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over memory and block, with mirrored projections for slots."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        hidden, bias = config.hidden_size, config.qkv_bias
+        self.q_proj = nn.Linear(hidden, q_width, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_width, bias=bias)
+        self.o_proj = nn.Linear(q_width, hidden, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        block: Block,
+        rotary: tuple[Tensor, Tensor],
+        memory: tuple[Tensor, Tensor],
+        mirror: KeyValueMirror | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, (k, v) = self._split(self.q_proj(x)), self._keys_values(x, block, mirror)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rotary), rotate(k, rotary)
+        out = slot_attention(q, k, v, *memory, block)  # (B, H, N, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), k, v
+
+    def _keys_values(
+        self, x: Tensor, block: Block, mirror: KeyValueMirror | None
+    ) -> tuple[Tensor, Tensor]:
+        k, v = self.k_proj(x), self.v_proj(x)
+        if mirror is not None and block.slot_index is not None:
+            slots = x[block.slot_index]
+            k = k.index_put(block.slot_index, mirror.k_proj(slots))
+            v = v.index_put(block.slot_index, mirror.v_proj(slots))
+        return self._split(k), self._split(v)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, N, D)
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm transformer layer."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, *context) -> tuple[Tensor, Tensor, Tensor]:
+        out, k, v = self.self_attn(self.input_layernorm(x), *context)
+        x = x + out
+        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and head of a Llama-like model."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary = RotaryTable(config)
+        if config.tied_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self, block: Block, memory: SlotMemory, adaptor: Adaptor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states of a block that continues `memory`. Modifies nothing.
+
+        Returns hidden (B, N, hidden) after the final norm, and the block's keys and values
+        (L, B, Hkv, N, D), rotated, to be written with `memory.write`.
+        """
+        x = self._embed(block, adaptor)
+        rotary = self.rotary(block.positions, x.dtype)
+        keys, values = [], []
+        for number, layer in enumerate(self.layers):
+            mirror = None if adaptor is None else adaptor.layers[number]
+            x, k, v = layer(x, block, rotary, (memory.k[number], memory.v[number]), mirror)
+            keys.append(k)
+            values.append(v)
+        return self.norm(x), torch.stack(keys), torch.stack(values)
+
+    def _embed(self, block: Block, adaptor: Adaptor | None) -> Tensor:
+        x = self.embed_tokens(block.ids)
+        if adaptor is None or block.slot_index is None:
+            return x
+        slots = adaptor.embed(block.ids[block.slot_index], self.embed_tokens)
+        return x.index_put(block.slot_index, slots)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits (..., vocab) of hidden states (..., hidden)."""
+        return self.lm_head(hidden).float()
+
+    def feed(
+        self,
+        memory: SlotMemory,
+        rows: Sequence[int],
+        new_ids: Sequence[Sequence[int]],
+        adaptor: Adaptor | None = None,
+    ) -> tuple[Tensor, Block]:
+        """Processes and appends `new_ids` of `rows` in one forward; returns hidden and block."""
+        block = memory.block(rows, new_ids)
+        hidden, k, v = self(block, memory, adaptor)
+        memory.write(block, k, v)
+        return hidden, block
+
+    def new_memory(self, rule: MemoryRule, rows: int, max_length: int) -> SlotMemory:
+        """An empty memory of this model's shape, dtype and device.
+
+        Raises ValueError if max_length exceeds the model's positions.
+        """
+        if max_length > self.config.max_positions:
+            raise ValueError(
+                f"max_length is {max_length}; the model has {self.config.max_positions} positions"
+            )
+        weight = self.embed_tokens.weight
+        return SlotMemory(
+            rule,
+            layers=self.config.layers,
+            kv_heads=self.config.kv_heads,
+            head_dim=self.config.head_dim,
+            rows=rows,
+            max_length=max_length,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def copy_adaptor(self, config: AdaptorConfig) -> Adaptor:
+        """An untrained adaptor: copies of this model's own key and value projections."""
+        adaptor = Adaptor(config, self.config).to(self.embed_tokens.weight)
+        for mirror, layer in zip(adaptor.layers, self.layers, strict=True):
+            mirror.k_proj.load_state_dict(layer.self_attn.k_proj.state_dict())
+            mirror.v_proj.load_state_dict(layer.self_attn.v_proj.state_dict())
+        return adaptor
+
+    def fingerprint(self) -> str:
+        """Hex digest of the architecture and of samples of all key and value projections.
+
+        The same for the same weights in float32, bfloat16 or float16 storage of bfloat16 values.
+        """
+        architecture = asdict(self.config) | {"eos_ids": None}
+        digest = hashlib.sha256(json.dumps(architecture, sort_keys=True).encode())
+        for layer in self.layers:
+            for weight in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight):
+                sample = weight.detach().flatten()[:: max(1, weight.numel() // 1024)]
+                digest.update(sample.bfloat16().view(torch.int16).cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Decoder:
+        """Loads a Hugging Face directory (config.json + safetensors), strictly."""
+        config = DecoderConfig.load(directory)
+        with torch.device("meta"):
+            decoder = cls(config)
+        tensors = _read_weights(directory, dtype, device)
+        if config.tied_embeddings:
+            tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+        try:
+            decoder.load_state_dict(tensors, strict=True, assign=True)
+        except RuntimeError as error:
+            raise UnsupportedModelError(f"weights of {directory} do not fit: {error}") from error
+        decoder.rotary = RotaryTable(config).to(device)
+        return decoder.requires_grad_(False).eval()
+
+
+def _read_weights(
+    directory: Path, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Tensor]:
+    """All tensors of a directory's safetensors files under the decoder's own names."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{directory} has no safetensors files")
+    tensors = {}
+    for path in files:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for name in file.keys():  # noqa: SIM118
+                if not name.endswith("rotary_emb.inv_freq"):
+                    tensors[name.removeprefix("model.")] = file.get_tensor(name).to(dtype)
+    return tensors

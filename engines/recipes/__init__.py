@@ -1,0 +1,1 @@
+"""Shipped pairs of draft and target."""

@@ -1,0 +1,373 @@
+"""The speculative loop: prefill -> propose -> verify -> commit -> emit, over token ids only.
+
+It knows no server. Draft and target are ports, async callables of one call each; many sequences
+run at once as coroutines on one event loop, and their calls are batched behind the ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from itertools import count
+
+import numpy as np
+
+from ..plugins.slot_attention.rule import MemoryRule
+from .messages import (
+    DraftCall,
+    DraftStateError,
+    DraftUnavailable,
+    InvalidRequest,
+    Proposal,
+    Sampling,
+    TargetCall,
+    Verdict,
+    derive_seed,
+)
+from .target import common_prefix, until_end
+
+DraftPort = Callable[[DraftCall], Awaitable[Proposal]]
+TargetPort = Callable[[TargetCall], Awaitable[Verdict]]
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Limits and granularity of the loop; lengths in tokens, times in seconds.
+
+    plain_tokens: tokens per target call without drafts, so of streaming and cancellation then.
+    target_chunk: a long prefix reaches the target in calls of this many tokens (0: in one call).
+    draft_retry: how long after its first failure a lost draft is tried again.
+    rule: the draft's memory rule, for the slot statistics.
+    """
+
+    max_length: int
+    max_draft_tokens: int = 16
+    draft_tokens: int = 5
+    draft_chunk: int = 512
+    target_chunk: int = 0
+    plain_tokens: int = 16
+    draft_retry: float = 30.0
+    retry_pause: float = 0.25
+    concurrent_prefill: bool = False
+    rule: MemoryRule | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.draft_tokens <= self.max_draft_tokens:
+            raise ValueError(
+                f"draft_tokens is {self.draft_tokens}; the limit is {self.max_draft_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One generation. draft_tokens: γ (0: plain decoding, None: the loop's default)."""
+
+    ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    draft_tokens: int | None = None
+    use_draft_logits: bool = True
+    adaptive: bool = False
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Statistics:
+    """What a request did; times in milliseconds, counts in tokens unless said."""
+
+    prefix_tokens: int = 0
+    new_tokens: int = 0
+    iterations: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    rollbacks: int = 0
+    slots_materialized: int = 0
+    slots_discarded: int = 0
+    prefill_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    host_ms: float = 0.0
+    draft_failures: int = 0
+    finish_reason: str = ""
+
+    def observe(self, drafted: int, accepted: int, new_tokens: int) -> None:
+        """Counts one target step, `accepted` of `drafted` tokens kept; plain tokens one each."""
+        self.iterations += 1 if drafted else new_tokens
+        self.new_tokens += new_tokens
+        self.drafted += drafted
+        self.accepted += accepted
+        self.rollbacks += accepted < drafted
+        for places, reached in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+            places.extend([0] * (drafted - len(places)))
+            for place in range(reached):
+                places[place] += 1
+
+    def as_dict(self) -> dict:
+        """The statistics as plain values, JSON-ready."""
+        return asdict(self)
+
+
+class DraftLength:
+    """γ of the next iteration; adaptive: two more after full acceptance, else one fewer."""
+
+    def __init__(self, start: int, limit: int, adaptive: bool):
+        self.value, self.limit, self.adaptive = start, limit, adaptive
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Learns from an iteration that drafted something."""
+        if self.adaptive and drafted:
+            step = 2 if accepted == drafted else -1
+            self.value = min(max(1, self.value + step), self.limit)
+
+
+class Sequence:
+    """A generation in progress: the committed ids and how much of them the draft has."""
+
+    def __init__(
+        self,
+        number: int,
+        request: GenerationRequest,
+        draft_length: DraftLength,
+        rule: MemoryRule | None = None,
+    ):
+        self.number, self.request, self.draft_length = number, request, draft_length
+        self.rule = rule or MemoryRule.full(0)
+        self.statistics = Statistics(prefix_tokens=len(request.ids))
+        self._ids = np.empty(len(request.ids) + request.max_tokens, np.int32)
+        self._ids[: len(request.ids)] = request.ids
+        self.length = len(request.ids)
+        self.draft_committed = 0
+        self.draft_fed = 0  # its own proposals included
+        self.draft_lost_at: float | None = None
+        self.draft_retry_at = 0.0
+        self.drafting = draft_length.value > 0
+
+    @property
+    def committed(self) -> np.ndarray:
+        """(n,) int32: prompt and output so far."""
+        return self._ids[: self.length]
+
+    @property
+    def new_tokens(self) -> int:
+        """Output tokens so far."""
+        return self.length - len(self.request.ids)
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens that may still come."""
+        return self.request.max_tokens - self.new_tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether a finish reason is set."""
+        return bool(self.statistics.finish_reason)
+
+    def commit(self, proposal: Proposal, verdict: Verdict) -> list[int]:
+        """Appends a verdict's tokens up to an end id or the token limit and returns them."""
+        ids = until_end(verdict.ids[: self.remaining], self.request.end_ids)
+        self._ids[self.length : self.length + len(ids)] = ids
+        accepted = common_prefix(np.array(ids), np.array(proposal.ids))
+        self._note_rollback(min(self.length + accepted, self.draft_fed))
+        self.length += len(ids)
+        self.statistics.observe(len(proposal.ids), accepted, len(ids))
+        self.draft_length.observe(len(proposal.ids), accepted)
+        if ids and ids[-1] in self.request.end_ids:
+            self.statistics.finish_reason = "end_id"
+        elif self.remaining == 0:
+            self.statistics.finish_reason = "length"
+        return ids
+
+    def note_drafted(self, committed: int, drafted: int) -> None:
+        """The draft now has `committed` tokens and fed its proposal, all but the last token."""
+        fed = committed + max(0, drafted - 1)
+        made = self.rule.slots(fed) - self.rule.slots(self.draft_fed)
+        self.statistics.slots_materialized += made
+        self.draft_committed, self.draft_fed = committed, fed
+
+    def forget_draft(self) -> None:
+        """The draft failed or lost its state; it needs the whole prefix again."""
+        self.statistics.draft_failures += 1
+        self.draft_committed = self.draft_fed = 0
+
+    def _note_rollback(self, kept: int) -> None:
+        """The draft will go back to `kept` fed tokens, as it does at its next call."""
+        discarded = self.rule.slots(self.draft_fed) - self.rule.slots(kept)
+        self.statistics.slots_discarded += discarded
+        self.draft_fed = kept
+
+
+class SpeculativeLoop:
+    """Runs generations over a target port and, unless plain decoding is wanted, a draft port."""
+
+    def __init__(self, target: TargetPort, draft: DraftPort | None, settings: LoopSettings):
+        self.target, self.draft, self.settings = target, draft, settings
+        self._numbers = count(time.time_ns())  # unknown to a draft that outlived this process
+
+    def sequence(self, request: GenerationRequest) -> Sequence:
+        """Checks a request before any work. Raises InvalidRequest with field and limit."""
+        settings = self.settings
+        gamma = settings.draft_tokens if request.draft_tokens is None else request.draft_tokens
+        _check(request, gamma, settings)
+        limit = settings.max_draft_tokens
+        length = DraftLength(0 if self.draft is None else gamma, limit, request.adaptive)
+        return Sequence(next(self._numbers), request, length, settings.rule)
+
+    async def run(self, sequence: Sequence) -> AsyncIterator[list[int]]:
+        """Yields the new ids of each iteration; `sequence.statistics` is complete at the end.
+
+        Closing the iterator early ends the sequence at the draft. Raises TargetError.
+        """
+        statistics, started = sequence.statistics, time.perf_counter()
+        try:
+            await self._prefill(sequence)
+            statistics.prefill_ms = (time.perf_counter() - started) * 1e3
+            while not sequence.finished:
+                started = time.perf_counter()
+                busy = statistics.draft_ms + statistics.verify_ms
+                proposal = await self._propose(sequence)
+                verdict = await self._verify(sequence, proposal)
+                ids = sequence.commit(proposal, verdict)
+                busy = statistics.draft_ms + statistics.verify_ms - busy
+                statistics.host_ms += (time.perf_counter() - started) * 1e3 - busy
+                yield ids
+        finally:
+            statistics.finish_reason = statistics.finish_reason or "cancelled"
+            await self._release(sequence)
+
+    async def _prefill(self, sequence: Sequence) -> None:
+        """Feeds the prompt to draft and target, all but what the first iteration brings."""
+        if self.settings.concurrent_prefill:
+            await asyncio.gather(self._prefill_draft(sequence), self._prefill_target(sequence))
+        else:
+            await self._prefill_target(sequence)
+            await self._prefill_draft(sequence)
+
+    async def _prefill_target(self, sequence: Sequence) -> None:
+        """Brings the target all ids but the last, whose logits the first iteration needs."""
+        chunk, last = self.settings.target_chunk, sequence.length - 1
+        ends = [*range(chunk, last, chunk), last] if chunk and last else ()
+        for end in ends:
+            await self.target(TargetCall(sequence.committed[:end], 1, end_ids=()))
+
+    async def _prefill_draft(self, sequence: Sequence) -> None:
+        if self._may_draft(sequence):
+            await self._guarded(sequence, self._feed_draft(sequence))
+
+    async def _propose(self, sequence: Sequence) -> Proposal:
+        """The draft's proposal; empty where drafting is off, useless or not possible now."""
+        gamma = min(sequence.draft_length.value, sequence.remaining - 1)
+        if gamma < 1 or not self._may_draft(sequence):
+            return Proposal()
+        started = time.perf_counter()
+        proposal = await self._guarded(sequence, self._draft(sequence, gamma))
+        sequence.statistics.draft_ms += (time.perf_counter() - started) * 1e3
+        return proposal or Proposal()
+
+    async def _draft(self, sequence: Sequence, gamma: int) -> Proposal:
+        """Sends what the draft lacks, the last part with γ; from the start if it lost its state."""
+        try:
+            return await self._catch_up_and_draft(sequence, gamma)
+        except DraftStateError:
+            sequence.forget_draft()
+            return await self._catch_up_and_draft(sequence, gamma)
+
+    async def _catch_up_and_draft(self, sequence: Sequence, gamma: int) -> Proposal:
+        if sequence.length - sequence.draft_committed > self.settings.draft_chunk:
+            await self._feed_draft(sequence)
+        return await self._call_draft(sequence, sequence.length, gamma)
+
+    async def _feed_draft(self, sequence: Sequence) -> None:
+        """Brings the draft all ids but the last, a chunk a call, so that others draft between."""
+        while sequence.draft_committed < sequence.length - 1:
+            end = sequence.draft_committed + self.settings.draft_chunk
+            await self._call_draft(sequence, min(end, sequence.length - 1), 0)
+
+    async def _call_draft(self, sequence: Sequence, upto: int, gamma: int) -> Proposal:
+        """One call that brings the draft to `upto` committed tokens and asks for γ drafts."""
+        start, request = sequence.draft_committed, sequence.request
+        proposal = await self.draft(
+            DraftCall(
+                sequence.number,
+                start,
+                sequence.committed[start:upto].tolist(),
+                gamma,
+                request.sampling,
+                derive_seed(request.seed, sequence.length, "draft"),
+                request.use_draft_logits and not request.sampling.greedy,
+            )
+        )
+        sequence.note_drafted(upto, len(proposal.ids))
+        return proposal
+
+    async def _guarded(
+        self, sequence: Sequence, drafting: Awaitable[Proposal | None]
+    ) -> Proposal | None:
+        """Awaits work of the draft; its failure costs drafts for a while, nothing else."""
+        try:
+            answer = await drafting
+            sequence.draft_lost_at = None
+            return answer
+        except (DraftUnavailable, DraftStateError):
+            now, settings = time.monotonic(), self.settings
+            sequence.forget_draft()
+            sequence.draft_lost_at = sequence.draft_lost_at or now
+            sequence.draft_retry_at = now + settings.retry_pause
+            sequence.drafting = now - sequence.draft_lost_at < settings.draft_retry
+            return None
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        return sequence.drafting and time.monotonic() >= sequence.draft_retry_at
+
+    async def _verify(self, sequence: Sequence, proposal: Proposal) -> Verdict:
+        """One verification step, or a few plain tokens where there is nothing to verify."""
+        request = sequence.request
+        plain = min(self.settings.plain_tokens, sequence.remaining)
+        started = time.perf_counter()
+        verdict = await self.target(
+            TargetCall(
+                sequence.committed,
+                len(proposal.ids) + 1 if proposal.ids else plain,
+                proposal,
+                request.sampling,
+                derive_seed(request.seed, sequence.length, "target"),
+                max(0, request.min_tokens - sequence.new_tokens),
+                request.end_ids,
+            )
+        )
+        sequence.statistics.verify_ms += (time.perf_counter() - started) * 1e3
+        return verdict
+
+    async def _release(self, sequence: Sequence) -> None:
+        """Tells the draft to forget the sequence; a draft that is away has forgotten it."""
+        if sequence.draft_committed:
+            try:
+                await self.draft(DraftCall(sequence.number, 0, (), end=True))
+            except (DraftUnavailable, DraftStateError):
+                sequence.draft_committed = 0
+
+
+def _check(request: GenerationRequest, gamma: int, settings: LoopSettings) -> None:
+    if not request.ids:
+        raise InvalidRequest("input_ids is empty; give 1 or more ids")
+    if request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be 1 or more")
+    total = len(request.ids) + request.max_tokens
+    if total > settings.max_length:
+        raise InvalidRequest(
+            f"prompt of {len(request.ids)} tokens + max_tokens {request.max_tokens} is {total}; "
+            f"the limit is {settings.max_length}"
+        )
+    if not 0 <= gamma <= settings.max_draft_tokens:
+        raise InvalidRequest(
+            f"num_draft_tokens is {gamma}; it must be 0 to {settings.max_draft_tokens}"
+        )
+    if not 0 <= request.min_tokens <= request.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {request.min_tokens}; it must be 0 to max_tokens {request.max_tokens}"
+        )

@@ -1,0 +1,1 @@
+"""Kernels and plugins: what computes attention over slot memory."""

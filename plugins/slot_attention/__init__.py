@@ -1,0 +1,1 @@
+"""Slot attention: the visibility rule, the plain oracle, and the operator the engines call."""

@@ -1,0 +1,1 @@
+"""The Triton models that serve draft and target together."""
