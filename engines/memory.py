@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,14 @@ from ..plugins.slot_attention.rule import RAW, MemoryRule
 
 class CapacityError(ValueError):
     """A sequence would not fit into its memory; raised before any work."""
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros; on the CPU pages nobody has written yet cost no memory."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
 
 
 class SlotMemory:
@@ -41,8 +51,7 @@ class SlotMemory:
         self.rule, self.max_length = rule, max_length
         self.capacity = rule.capacity(max_length)
         shape = (layers, rows, kv_heads, self.capacity, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
         self.fed = [0] * rows
         # What was really written where; read only by check_integrity.
         self._written = torch.full((rows, self.capacity), -1)

@@ -219,13 +219,15 @@ class SpeculativeLoop:
         return Sequence(next(self._numbers), request, length, settings.rule)
 
     async def run(self, sequence: Sequence) -> AsyncIterator[list[int]]:
-        """Yields the new ids of each iteration; `sequence.statistics` is complete at the end.
+        """Yields the new ids of each iteration, and nothing new (`[]`) after each prefill chunk.
 
-        Closing the iterator early ends the sequence at the draft. Raises TargetError.
+        `sequence.statistics` is complete at the end. Closing the iterator early ends the sequence
+        at the draft. Raises TargetError.
         """
         statistics, started = sequence.statistics, time.perf_counter()
         try:
-            await self._prefill(sequence)
+            async for _ in self._prefill(sequence):
+                yield []
             statistics.prefill_ms = (time.perf_counter() - started) * 1e3
             while not sequence.finished:
                 started = time.perf_counter()
@@ -240,24 +242,28 @@ class SpeculativeLoop:
             statistics.finish_reason = statistics.finish_reason or "cancelled"
             await self._release(sequence)
 
-    async def _prefill(self, sequence: Sequence) -> None:
-        """Feeds the prompt to draft and target, all but what the first iteration brings."""
+    async def _prefill(self, sequence: Sequence) -> AsyncIterator[None]:
+        """Brings target and draft all ids but the last; yields after each chunk."""
+        parts = self._prefill_target(sequence), self._prefill_draft(sequence)
         if self.settings.concurrent_prefill:
-            await asyncio.gather(self._prefill_draft(sequence), self._prefill_target(sequence))
-        else:
-            await self._prefill_target(sequence)
-            await self._prefill_draft(sequence)
+            await asyncio.gather(*map(_exhaust, parts))
+            yield
+            return
+        for part in parts:
+            async for _ in part:
+                yield
 
-    async def _prefill_target(self, sequence: Sequence) -> None:
-        """Brings the target all ids but the last, whose logits the first iteration needs."""
+    async def _prefill_target(self, sequence: Sequence) -> AsyncIterator[None]:
         chunk, last = self.settings.target_chunk, sequence.length - 1
         ends = [*range(chunk, last, chunk), last] if chunk and last else ()
         for end in ends:
             await self.target(TargetCall(sequence.committed[:end], 1, end_ids=()))
+            yield
 
-    async def _prefill_draft(self, sequence: Sequence) -> None:
-        if self._may_draft(sequence):
-            await self._guarded(sequence, self._feed_draft(sequence))
+    async def _prefill_draft(self, sequence: Sequence) -> AsyncIterator[None]:
+        while self._may_draft(sequence) and sequence.draft_committed < sequence.length - 1:
+            await self._guarded(sequence, self._feed_chunk(sequence))
+            yield
 
     async def _propose(self, sequence: Sequence) -> Proposal:
         """The draft's proposal; empty where drafting is off, useless or not possible now."""
@@ -278,15 +284,14 @@ class SpeculativeLoop:
             return await self._catch_up_and_draft(sequence, gamma)
 
     async def _catch_up_and_draft(self, sequence: Sequence, gamma: int) -> Proposal:
-        if sequence.length - sequence.draft_committed > self.settings.draft_chunk:
-            await self._feed_draft(sequence)
+        while sequence.length - sequence.draft_committed > self.settings.draft_chunk:
+            await self._feed_chunk(sequence)
         return await self._call_draft(sequence, sequence.length, gamma)
 
-    async def _feed_draft(self, sequence: Sequence) -> None:
-        """Brings the draft all ids but the last, a chunk a call, so that others draft between."""
-        while sequence.draft_committed < sequence.length - 1:
-            end = sequence.draft_committed + self.settings.draft_chunk
-            await self._call_draft(sequence, min(end, sequence.length - 1), 0)
+    async def _feed_chunk(self, sequence: Sequence) -> None:
+        """One chunk of what the draft lacks, so that others draft in between."""
+        end = sequence.draft_committed + self.settings.draft_chunk
+        await self._call_draft(sequence, min(end, sequence.length - 1), 0)
 
     async def _call_draft(self, sequence: Sequence, upto: int, gamma: int) -> Proposal:
         """One call that brings the draft to `upto` committed tokens and asks for γ drafts."""
@@ -350,6 +355,11 @@ class SpeculativeLoop:
                 await self.draft(DraftCall(sequence.number, 0, (), end=True))
             except (DraftUnavailable, DraftStateError):
                 sequence.draft_committed = 0
+
+
+async def _exhaust(part: AsyncIterator[None]) -> None:
+    async for _ in part:
+        pass
 
 
 def _check(request: GenerationRequest, gamma: int, settings: LoopSettings) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 from masw.engines.decoder import Decoder
-from models import random_model, save_model
+
+from tests.models import random_model, save_model
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 transformers.logging.set_verbosity_error()

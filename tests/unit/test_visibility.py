@@ -74,7 +74,7 @@ s3 #####.......
  4 ####.#......
  5 ##.#.##.....
 s5 ##.#.###....
- 6 ##..####.#..
+ 6 ##..###.#...
  7 ##..#.#.##..
 s7 ##..#.#.###.
  8 ##..#..###.#
@@ -121,10 +121,10 @@ def test_counts_and_places_equal_a_token_by_token_count(rule):
         assert times == [held.get(e, ("", -1))[1] for e in range(rule.extent(length))]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_capacity_holds_every_entry_of_sequences_of_any_length(rule):
-    for length in range(LENGTH):
-        assert rule.capacity(length) >= max(content_of_entries(rule, length), default=-1) + 1
+def test_capacity_holds_every_entry_of_sequences_of_any_length():
+    for rule, length in itertools.product(RULES, range(LENGTH)):
+        last = max(content_of_entries(rule, length), default=-1)
+        assert rule.capacity(length) > last, f"{rule} {length=}"
 
 
 @pytest.mark.parametrize("interval", [0, 1, 4, 8])
@@ -137,7 +137,7 @@ def test_capacity_formula(interval, length):
 def test_capacity_of_a_plain_cache():
     assert MemoryRule.full(100).capacity(100) == 100
     assert MemoryRule.windowed(4, 8, 2).capacity(10_000) == 14
-    with pytest.raises(ValueError, match="101.*100"):
+    with pytest.raises(ValueError, match=r"101.*100"):
         MemoryRule.full(100).capacity(101)
 
 
@@ -214,7 +214,8 @@ def test_reference_attention_equals_attention_head_by_head():
     q, k, v = torch.randn(6, 5, 7), torch.randn(2, 9, 7), torch.randn(2, 9, 7)
     mask = torch.rand(5, 9) < 0.5
     mask[:, 0] = True
-    assert torch.allclose(reference.slot_attention(q, k, v, mask), plain_attention(q, k, v, mask))
+    found = reference.slot_attention(q, k, v, mask)
+    assert torch.allclose(found, plain_attention(q, k, v, mask), atol=2e-6)
 
 
 # (new raw tokens, fed length) of each row: single tokens, catch-up, chunks, and a row that idles

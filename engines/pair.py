@@ -1,0 +1,148 @@
+"""A prepared pair of target and draft: one folder from which every engine loads.
+
+pair.json             format, dtype, memory rule and limits
+target/  draft/       Hugging Face folders (links; the same one for a model drafting itself)
+adaptor.safetensors   the draft's memory adaptor
+provenance.json       where all of it came from
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from ..plugins.slot_attention.rule import MemoryRule
+from .adaptor import Adaptor
+from .decoder import Decoder
+from .draft import TorchDraft
+from .speculative import LoopSettings
+from .target import TorchTarget
+
+FORMAT = "masw-pair-1"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DraftMode(StrEnum):
+    """Memory of the draft: slots (MASW), full KV, sink + window; or no draft at all."""
+
+    SLOTS = "slots"
+    FULL = "full"
+    WINDOW = "window"
+    NONE = "none"
+
+
+class PairError(ValueError):
+    """A pair folder that cannot be served; the message says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What target and draft have in common. Lengths in tokens; memory as in `MemoryRule`."""
+
+    dtype: str = "float32"
+    memory: MemoryRule = field(default_factory=MemoryRule)
+    max_length: int = 8192
+    max_draft_tokens: int = 16
+    draft_tokens: int = 5
+    chunk: int = 512
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise PairError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        if self.max_draft_tokens > self.memory.rollback:
+            raise PairError(
+                f"max_draft_tokens is {self.max_draft_tokens}; the rollback window allows "
+                f"{self.memory.rollback}"
+            )
+
+    def rule(self, mode: DraftMode, window: int | None = None) -> MemoryRule | None:
+        """The draft's memory rule in a mode; `window` widens the window of mode `window`."""
+        match DraftMode(mode):
+            case DraftMode.SLOTS:
+                return self.memory
+            case DraftMode.FULL:
+                return MemoryRule.full(self.max_length)
+            case DraftMode.WINDOW:
+                return replace(self.memory, window=window or self.memory.window, interval=0)
+        return None
+
+    def loop_settings(self, mode: DraftMode, **changes) -> LoopSettings:
+        """Settings of the speculative loop for this pair in a draft mode."""
+        settings = LoopSettings(
+            max_length=self.max_length,
+            max_draft_tokens=self.max_draft_tokens,
+            draft_tokens=self.draft_tokens,
+            draft_chunk=self.chunk,
+            target_chunk=self.chunk,
+            rule=self.rule(mode),
+        )
+        return replace(settings, **changes)
+
+    def save(self, directory: Path) -> None:
+        """Writes pair.json atomically."""
+        text = json.dumps({"format": FORMAT} | asdict(self), indent=2)
+        part = directory / "pair.json.part"
+        part.write_text(text + "\n")
+        part.replace(directory / "pair.json")
+
+    @classmethod
+    def load(cls, directory: Path) -> Pair:
+        """Reads pair.json. Raises PairError naming what is missing or unknown."""
+        path = directory / "pair.json"
+        if not path.is_file():
+            raise PairError(f"{directory} is no prepared pair: it has no pair.json")
+        data = json.loads(path.read_text())
+        if data.pop("format", None) != FORMAT:
+            raise PairError(f"{path} is not of format {FORMAT}; prepare the pair again")
+        try:
+            return cls(**data | {"memory": MemoryRule(**data["memory"])})
+        except (KeyError, TypeError) as error:
+            raise PairError(f"{path} does not fit this version: {error}") from error
+
+
+def load_target(directory: Path, max_sequences: int = 8) -> TorchTarget:
+    """The pair's target engine with `max_sequences` full KV caches."""
+    pair = Pair.load(directory)
+    return TorchTarget(
+        Decoder.load(directory / "target", DTYPES[pair.dtype]),
+        max_sequences=max_sequences,
+        max_length=pair.max_length,
+        max_draft_tokens=pair.max_draft_tokens,
+        chunk=pair.chunk,
+    )
+
+
+def load_draft(
+    directory: Path,
+    mode: DraftMode = DraftMode.SLOTS,
+    max_sequences: int = 8,
+    window: int | None = None,
+) -> TorchDraft:
+    """The pair's draft engine in a mode other than `none`."""
+    pair = Pair.load(directory)
+    rule = pair.rule(mode, window)
+    if rule is None:
+        raise PairError("draft mode 'none' has no draft engine")
+    decoder = Decoder.load(directory / "draft", DTYPES[pair.dtype])
+    return TorchDraft(
+        decoder,
+        rule,
+        load_adaptor(directory, decoder, rule) if rule.interval else None,
+        max_sequences=max_sequences,
+        max_length=pair.max_length,
+        max_draft_tokens=pair.max_draft_tokens,
+        chunk=pair.chunk,
+    )
+
+
+def load_adaptor(directory: Path, decoder: Decoder, rule: MemoryRule) -> Adaptor:
+    """The pair's adaptor in the decoder's dtype. Raises PairError if it is for another memory."""
+    adaptor = Adaptor.load(directory / "adaptor.safetensors", decoder.config, decoder.fingerprint())
+    made_for = adaptor.config.rule(rule.rollback)
+    if made_for != rule:
+        raise PairError(f"the adaptor was made for {made_for}, the pair states {rule}")
+    return adaptor.to(decoder.embed_tokens.weight).requires_grad_(False)

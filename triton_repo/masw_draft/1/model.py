@@ -1,0 +1,52 @@
+"""masw_draft: proposes tokens for many sequences, one call each per iteration."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+
+from masw.engines.messages import DraftStateError
+from masw.engines.pair import DraftMode, load_draft
+from masw.triton_repo import wire
+from masw.triton_repo.ports import draft_call
+
+
+class TritonPythonModel:
+    """A thin shell over the draft engine of the pair; in mode none it proposes nothing."""
+
+    def initialize(self, args):
+        config = wire.settings(args)
+        if config.engine_threads:
+            torch.set_num_threads(config.engine_threads)
+        self.draft = None
+        if config.draft_mode != DraftMode.NONE:
+            self.draft = load_draft(Path(config.recipe), config.draft_mode, config.max_sequences)
+
+    def execute(self, requests):
+        responses = [self._proposal((), None)] * len(requests)
+        places, calls = [], []
+        for place, request in enumerate(requests):
+            if self.draft is None or wire.is_canary(request):
+                continue
+            places.append(place)
+            calls.append(draft_call(wire.inputs(request)))
+        answers = self.draft.propose(calls) if calls else []
+        for place, answer in zip(places, answers, strict=True):
+            responses[place] = self._respond(answer)
+        return responses
+
+    def _respond(self, answer):
+        if isinstance(answer, DraftStateError):
+            answer = DraftStateError(wire.DRAFT_STATE + str(answer))
+        if isinstance(answer, Exception):
+            return wire.failure(pb_utils, answer, invalid=isinstance(answer, ValueError))
+        return self._proposal(answer.ids, answer.logits)
+
+    def _proposal(self, ids, logits):
+        empty = np.empty((1, 0, 0), np.float32)
+        outputs = {
+            "draft_input_ids": wire.batched(ids, np.int32),
+            "draft_logits": empty if logits is None else logits.numpy()[None],
+        }
+        return wire.response(pb_utils, outputs)

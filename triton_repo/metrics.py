@@ -1,0 +1,125 @@
+"""The `masw_*` metrics, counted per iteration and handed to Triton a few times a second."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from ..engines.speculative import Statistics
+
+FLUSH_SECONDS = 0.25
+BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+PHASES = ("draft", "verify", "host")
+COUNTERS = {
+    "masw_drafts_total": "Iterations that verified a proposal",
+    "masw_draft_tokens_total": "Tokens proposed by the draft",
+    "masw_accepted_tokens_total": "Proposed tokens that the target accepted",
+    "masw_emitted_tokens_total": "Tokens given to users",
+    "masw_cancelled_total": "Requests whose client went away",
+}
+POSITION = "masw_accepted_tokens_per_pos_total"
+
+
+class Metrics:
+    """All metric families of the loop model. `pb_utils` is Triton's module of the stub."""
+
+    def __init__(self, pb_utils: Any, positions: int):
+        counter, gauge = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
+        families = {
+            name: pb_utils.MetricFamily(name=name, description=about, kind=counter)
+            for name, about in COUNTERS.items()
+        }
+        by_position = pb_utils.MetricFamily(
+            name=POSITION, description="Accepted tokens by draft position", kind=counter
+        )
+        inflight = pb_utils.MetricFamily(
+            name="masw_requests_inflight", description="Requests admitted", kind=gauge
+        )
+        seconds = pb_utils.MetricFamily(
+            name="masw_iteration_seconds",
+            description="Time of an iteration by phase",
+            kind=pb_utils.MetricFamily.HISTOGRAM,
+        )
+        self._families = (families, by_position, inflight, seconds)  # gone, they cannot count
+        self._counters = {name: family.Metric(labels={}) for name, family in families.items()}
+        self._counters |= {
+            (POSITION, place): by_position.Metric(labels={"position": str(place)})
+            for place in range(positions)
+        }
+        self._inflight = inflight.Metric(labels={})
+        self._inflight.set(0)
+        self._phases = {
+            phase: seconds.Metric(labels={"phase": phase}, buckets=BUCKETS) for phase in PHASES
+        }
+        self._pending: Counter = Counter()
+        self._flushed = time.monotonic()
+
+    def set_inflight(self, count: int) -> None:
+        """The number of requests admitted and not yet answered."""
+        self._inflight.set(count)
+
+    def count_cancelled(self) -> None:
+        """One request whose client went away."""
+        self.add({"masw_cancelled_total": 1}, now=True)
+
+    def track(self, statistics: Statistics) -> Track:
+        """Follows the statistics of one request."""
+        return Track(self, statistics)
+
+    def add(self, counts: dict, now: bool = False) -> None:
+        """Adds to counters; they reach Triton within FLUSH_SECONDS of activity, or `now`."""
+        self._pending.update(counts)
+        if now or time.monotonic() - self._flushed > FLUSH_SECONDS:
+            for name, value in self._pending.items():
+                if value:
+                    self._counters[name].increment(value)
+            self._pending.clear()
+            self._flushed = time.monotonic()
+
+    def observe(self, phase: str, seconds: float) -> None:
+        """The time of one phase of one iteration."""
+        self._phases[phase].observe(seconds)
+
+
+@dataclass
+class Track:
+    """What of a request's statistics has been counted already."""
+
+    metrics: Metrics
+    statistics: Statistics
+
+    def __post_init__(self):
+        self._counted: Counter = Counter()
+        self._times = dict.fromkeys(PHASES, 0.0)
+
+    def update(self) -> None:
+        """Counts what the last iteration added."""
+        counts = self._counts()
+        if counts == self._counted:
+            return
+        self.metrics.add({name: n - self._counted[name] for name, n in counts.items()})
+        self._counted = counts
+        for phase in PHASES:
+            total = getattr(self.statistics, f"{phase}_ms")
+            self.metrics.observe(phase, (total - self._times[phase]) / 1e3)
+            self._times[phase] = total
+
+    def finish(self) -> None:
+        """Hands over what is counted so far."""
+        self.update()
+        self.metrics.add({}, now=True)
+
+    def _counts(self) -> Counter:
+        statistics = self.statistics
+        counts = Counter(
+            {
+                "masw_drafts_total": statistics.drafted_at[0] if statistics.drafted_at else 0,
+                "masw_draft_tokens_total": statistics.drafted,
+                "masw_accepted_tokens_total": statistics.accepted,
+                "masw_emitted_tokens_total": statistics.new_tokens,
+            }
+        )
+        counts.update({(POSITION, i): n for i, n in enumerate(statistics.accepted_at)})
+        return counts
