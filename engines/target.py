@@ -122,7 +122,11 @@ class TorchTarget(Target):
         return _Turn(place, call, self._lease(call.ids, free), end_ids, random)
 
     def _lease(self, ids: np.ndarray, free: Sequence[_Cache]) -> _Cache:
-        """A cache holding a prefix of `ids` that leaves at least one id to feed."""
+        """A cache holding the longest prefix of `ids` that any holds, but for the last id.
+
+        A cache with nothing beyond such a prefix is continued; else the least recently used one
+        is overwritten. Where another cache holds more of the prefix, that is copied.
+        """
         usable = ids[:-1]
         held = {cache.row: common_prefix(cache.ids, usable) for cache in self._caches}
         whole = [
@@ -133,11 +137,11 @@ class TorchTarget(Target):
         ]
         if whole:
             cache = max(whole, key=lambda c: held[c.row])
-            return self._truncate(cache, held[cache.row])
-        cache = min(free, key=lambda c: c.last_used)
+        else:
+            cache = min(free, key=lambda c: c.last_used)
         donor = max(self._caches, key=lambda c: held[c.row])
         length = held[donor.row]
-        if donor is not cache:
+        if length > held[cache.row]:
             self.memory.copy_prefix(donor.row, cache.row, length)
             cache.ids = donor.ids[:length]
         return self._truncate(cache, length)

@@ -23,14 +23,14 @@ from tests.pairs import (
     run,
 )
 
-NEW = 24
+NEW = 20
 GAMMAS = (1, 5, 16)
 SLOTS = [Kind("slots", *rest) for rest in product((1, 4, 8), ("materialized", "evicted"))]
 PLAIN = [Kind("full"), Kind("window")]
 # Every slot rule, mode and γ with the draft that accepts in between; the others where they differ.
 GRID = [
     *product(["near"], [*SLOTS, *PLAIN], GAMMAS),
-    *product(["same", "other"], [*SLOTS, *PLAIN], [5]),
+    *product(["same"], [*SLOTS, *PLAIN], [5]),
     *product(["same", "other"], [Kind()], [1, 16]),
     ("near", Kind("none"), 5),
 ]
@@ -140,8 +140,9 @@ def test_min_tokens_equals_min_new_tokens(pair, expected, kind):
     ]
     answers, _ = run(pair, "near", kind, requests_with_ends(ends, min_tokens=shortest))
     assert outputs(answers) == wanted
-    assert any(output != free[: len(output)] for output, free in zip(wanted, expected, strict=True))
-    assert min(map(len, wanted)) == shortest
+    changed = [out != free[: len(out)] for out, free in zip(wanted, expected, strict=True)]
+    assert any(changed)
+    assert min(map(len, wanted)) > shortest
 
 
 @pytest.mark.parametrize("kind", [Kind(), Kind("full"), Kind("window")], ids=case_name)
