@@ -179,3 +179,7 @@ def _write_provenance(folder: Path, **facts: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    prepare_embedded_pair(print)
