@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 import torch
 import transformers
-from masw.engines.decoder import Decoder
 
+from masw.engines.decoder import Decoder
 from tests.models import random_model, save_model
 
 torch.set_num_threads(min(2, torch.get_num_threads()))

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from masw.plugins.slot_attention.reference import dense_oracle
-from masw.plugins.slot_attention.rule import MemoryRule
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from masw.plugins.slot_attention.reference import dense_oracle
+from masw.plugins.slot_attention.rule import MemoryRule
 
 LONGEST = 160  # dense masks are made once per rule for this length; shorter ones are its corner
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
+from typer.testing import CliRunner
+
 from masw.build.repository import LOOP, RepositoryConfig, model_configs
 from masw.build.triton_server import ServerConfig, ServerError, TritonServer
 from masw.clients.client import AsyncMaswClient, MaswClient
 from masw.clients.generate import app
 from masw.clients.messages import GenerationRequest, MaswError
-from typer.testing import CliRunner
 
 pytestmark = pytest.mark.triton
 

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+
 from masw.build import repository
 from masw.build.repository import DRAFT, LOOP, TARGET, RepositoryConfig, write_repository
 from masw.build.supervisor import Supervisor, SupervisorConfig, load_plan

@@ -6,11 +6,11 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from masw.engines.adaptor import FORMAT, Adaptor, AdaptorConfig, AdaptorError, read_adaptor
 from masw.engines.decoder import Decoder
 from masw.plugins.slot_attention.rule import MemoryRule
-from safetensors.torch import load_file, save_file
-
 from tests.models import MODELS, VOCAB, random_ids, save_model
 
 HEADER = {

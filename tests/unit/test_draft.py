@@ -292,11 +292,12 @@ def test_a_thousand_requests_leave_nothing_behind(pair):
 
     def requests(numbers):
         for number in numbers:
-            ids = random_ids(1 + 7 * number % 90, seed=number % 13)
-            propose(draft, number, 0, ids, number % 6)
-            if number % 3 == 0:
-                propose(draft, number, len(ids), random_ids(1 + number % 4), 5)
-            propose(draft, number, 0, [], end=True)
+            ids = random_ids(1 + 7 * number % 47, seed=number % 13)
+            ends = bool(number % 3)
+            draft.propose([DraftCall(number, 0, ids, number % 3, end=ends)])
+            if not ends:
+                more = random_ids(1 + number % 4)
+                draft.propose([DraftCall(number, len(ids), more, 3, end=True)])
 
     requests(range(1, 200))
     before = living_objects()

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from masw.plugins.slot_attention import op, reference
 from masw.plugins.slot_attention.block import Block
 from masw.plugins.slot_attention.rule import PADDING, RAW, SLOT, MemoryRule

@@ -1,0 +1,1 @@
+"""What `masw-perf` measures: one file per command, and what they share."""

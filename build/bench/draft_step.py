@@ -1,0 +1,299 @@
+"""Time of one draft step, memory and prefill time by prefix length, for every kind of memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from rich.table import Table
+
+from ...engines.adaptor import AdaptorConfig
+from ...engines.decoder import Decoder
+from ...engines.draft import TorchDraft
+from ...engines.memory import SlotMemory
+from ...engines.messages import DraftCall, Proposal
+from ...plugins.slot_attention.rule import MemoryRule
+from .record import Check, Record, Tick, median, new_card, rounded, shown
+
+FULL, WINDOW = "full", "window"
+GROWTH_LIMITS = {8: 1.15, 4: 1.25}  # step at 8K / at 1K, by slot interval
+PREFILL_LIMIT = 1.2  # slots / full at 8K
+BYTES_LIMIT = 1.02  # measured / formula
+LONG = 32_768  # a length at which memory is told by allocation alone
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What is measured. Lengths in tokens.
+
+    A round is `steps` draft steps of every mode at every prefix; every step is one token, with
+    the slot token where one is due, so a multiple of the interval has them in proportion.
+    """
+
+    prefixes: tuple[int, ...] = (512, 1024, 2048, 4096, 8000)
+    intervals: tuple[int, ...] = (8, 4)
+    rounds: int = 9
+    steps: int = 16
+    chunk: int = 512
+    memory: MemoryRule = field(default_factory=MemoryRule)
+
+    def __post_init__(self):
+        for name in ("prefixes", "intervals"):
+            values = getattr(self, name)
+            if not values or min(values) < 1:
+                raise ValueError(f"{name} is {values}; give one or more numbers from 1 up")
+        if self.rounds < 1 or self.chunk < 1:
+            raise ValueError(f"rounds {self.rounds} and chunk {self.chunk} must be 1 or more")
+        if not 1 <= self.steps <= self.memory.rollback:
+            raise ValueError(
+                f"steps is {self.steps}; the memory's rollback window allows 1 to "
+                f"{self.memory.rollback}"
+            )
+
+    def rules(self, max_length: int) -> dict[str, MemoryRule]:
+        """The memory rule of each mode."""
+        slots = {slots_mode(r): replace(self.memory, interval=r) for r in self.intervals}
+        window = replace(self.memory, interval=0)
+        return slots | {WINDOW: window, FULL: MemoryRule.full(max_length)}
+
+    def max_length(self, prefix: int) -> int:
+        """Room for the prefix and all rounds, each of which commits one token."""
+        return prefix + self.rounds + self.steps + 1
+
+
+def slots_mode(interval: int) -> str:
+    """Name of the mode with slots of this interval."""
+    return f"slots r={interval}"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One mode at one prefix.
+
+    step_ms: median over the rounds. entries: memory entries per layer that hold something at this
+    prefix. capacity, bytes: what is allocated for `max_length`; formula_bytes: what it should be.
+    """
+
+    mode: str
+    prefix: int
+    step_ms: float
+    prefill_ms: float
+    prefill_ratio: float | None
+    entries: int
+    max_length: int
+    capacity: int
+    bytes: int
+    formula_bytes: int
+
+
+class Cell:
+    """A draft of one mode that holds one prefix and steps near it."""
+
+    def __init__(self, mode: str, prefix: int, draft: TorchDraft, steps: int):
+        self.mode, self.prefix, self.draft, self.steps = mode, prefix, draft, steps
+        self.prefill_s = 0.0
+        self.step_s: list[float] = []
+        self._length, self._next = 0, 0
+
+    def feed(self, ids: Sequence[int]) -> None:
+        """Feeds a chunk of the prefix."""
+        started = time.perf_counter()
+        self._call(ids, 0)
+        self.prefill_s += time.perf_counter() - started
+        self._next = ids[-1]
+
+    def step(self) -> None:
+        """Drafts `steps` tokens, all but the first of which the next call takes back."""
+        started = time.perf_counter()
+        proposal = self._call([self._next], self.steps)
+        self.step_s.append((time.perf_counter() - started) / self.steps)
+        self._next = proposal.ids[0]
+
+    def _call(self, ids: Sequence[int], draft_tokens: int) -> Proposal:
+        [answer] = self.draft.propose([DraftCall(1, self._length, ids, draft_tokens)])
+        if isinstance(answer, Exception):
+            raise answer
+        self._length += len(ids)
+        return answer
+
+
+def measure_steps(
+    decoder: Decoder, ids: Sequence[int], settings: StepSettings, tick: Tick
+) -> list[StepRow]:
+    """Prefills and steps of all modes, interleaved. ids: at least the longest prefix of tokens.
+
+    The adaptors are copies of the backbone's projections: times do not depend on their weights.
+    """
+    for cell in _cells(decoder, settings, min(settings.prefixes)):  # warm up
+        cell.feed(ids[: cell.prefix])
+        cell.step()
+    by_prefix = {prefix: _cells(decoder, settings, prefix) for prefix in settings.prefixes}
+    for prefix, cells in by_prefix.items():
+        tick(f"prefill of {prefix:,} tokens")
+        _prefill(cells, ids[:prefix], settings.chunk)
+    cells = [cell for group in by_prefix.values() for cell in group]
+    for number in range(settings.rounds):
+        tick(f"steps, round {number + 1} of {settings.rounds}")
+        for cell in alternate(cells, number):
+            cell.step()
+    return [_row(cell, group) for group in by_prefix.values() for cell in group]
+
+
+def ticks(settings: StepSettings) -> int:
+    """How often `measure_steps` ticks."""
+    return len(settings.prefixes) + settings.rounds
+
+
+def alternate(items: Sequence, number: int) -> Sequence:
+    """The items forwards and backwards by turns, so that drift favours none."""
+    return items[::-1] if number % 2 else items
+
+
+def _cells(decoder: Decoder, settings: StepSettings, prefix: int) -> list[Cell]:
+    length = settings.max_length(prefix)
+    return [
+        Cell(mode, prefix, _draft(decoder, rule, settings, length), settings.steps)
+        for mode, rule in settings.rules(length).items()
+    ]
+
+
+def _draft(
+    decoder: Decoder, rule: MemoryRule, settings: StepSettings, max_length: int
+) -> TorchDraft:
+    adaptor = None
+    if rule.interval:
+        shape = rule.sink, rule.window, rule.interval, rule.visibility
+        adaptor = decoder.copy_adaptor(AdaptorConfig(decoder.fingerprint(), *shape))
+    return TorchDraft(
+        decoder,
+        rule,
+        adaptor,
+        max_sequences=1,
+        max_length=max_length,
+        max_draft_tokens=settings.steps,
+        chunk=settings.chunk,
+    )
+
+
+def _prefill(cells: Sequence[Cell], ids: Sequence[int], chunk: int) -> None:
+    """Feeds the prefix to all cells in step, chunk by chunk."""
+    for number, start in enumerate(range(0, len(ids), chunk)):
+        for cell in alternate(cells, number):
+            cell.feed(ids[start : start + chunk])
+
+
+def _row(cell: Cell, group: Sequence[Cell]) -> StepRow:
+    memory = cell.draft.memory
+    full = next((other.prefill_s for other in group if other.mode == FULL), None)
+    return StepRow(
+        mode=cell.mode,
+        prefix=cell.prefix,
+        step_ms=rounded(median(cell.step_s) * 1e3),
+        prefill_ms=rounded(cell.prefill_s * 1e3, 1),
+        prefill_ratio=rounded(cell.prefill_s / full) if full else None,
+        entries=memory.rule.extent(cell.prefix),
+        max_length=memory.max_length,
+        capacity=memory.rule.capacity(memory.max_length),
+        bytes=allocated_bytes(memory),
+        formula_bytes=formula_bytes(cell.draft.decoder, memory.rule, memory.max_length),
+    )
+
+
+def allocated_bytes(memory: SlotMemory) -> int:
+    """Bytes behind the keys and values of a memory, per sequence."""
+    storages = (memory.k.untyped_storage(), memory.v.untyped_storage())
+    return sum(storage.nbytes() for storage in storages) // memory.k.shape[1]
+
+
+def formula_bytes(decoder: Decoder, rule: MemoryRule, length: int) -> int:
+    """Bytes of S + W + R + floor((N - S) / r) entries in all layers; of N entries if full."""
+    config, entries = decoder.config, length
+    if rule.window:
+        slots = max(0, length - rule.sink) // rule.interval if rule.interval else 0
+        entries = min(length, rule.sink + rule.window + rule.rollback) + slots
+    width = config.layers * config.kv_heads * config.head_dim
+    return 2 * entries * width * decoder.embed_tokens.weight.element_size()
+
+
+def long_memory(decoder: Decoder, settings: StepSettings) -> dict[str, dict[str, float]]:
+    """Entries and bytes of each mode's memory for LONG tokens, and the share saved against full."""
+    weight, config = decoder.embed_tokens.weight, decoder.config
+    shape = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    found = {}
+    for mode, rule in settings.rules(LONG).items():
+        memory = SlotMemory(rule, **shape, rows=1, max_length=LONG, dtype=weight.dtype)
+        saved = rounded(1 - memory.capacity / LONG)
+        found[mode] = {
+            "entries": memory.capacity,
+            "bytes": allocated_bytes(memory),
+            "saved": saved,
+        }
+    return found
+
+
+def growth(rows: Sequence[StepRow], mode: str) -> tuple[int, int, float | None]:
+    """The longest prefix, the one nearest to 1,024, and the ratio of their step times.
+
+    The ratio is None where both are the same prefix.
+    """
+    mine = [row for row in rows if row.mode == mode]
+    long = max(mine, key=lambda row: row.prefix)
+    short = min(mine, key=lambda row: abs(row.prefix - 1024))
+    ratio = None if long is short else long.step_ms / short.step_ms
+    return long.prefix, short.prefix, ratio
+
+
+def steps_record(
+    decoder: Decoder, rows: Sequence[StepRow], settings: StepSettings, common: dict
+) -> Record:
+    """Rows with step growth, memory at LONG, and the limits that slots should keep."""
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    grown = {mode: growth(rows, mode) for mode in modes}
+    long, short, _ = grown[FULL]
+    checks = [
+        Check(f"{slots_mode(r)}: step at {long} / at {short}", grown[slots_mode(r)][2], limit)
+        for r, limit in GROWTH_LIMITS.items()
+        if r in settings.intervals
+    ]
+    checks += [
+        Check(f"{row.mode}: prefill / full at {long}", row.prefill_ratio, PREFILL_LIMIT)
+        for row in rows
+        if row.prefix == long and row.mode not in (FULL, WINDOW)
+    ]
+    worst = max(abs(row.bytes / row.formula_bytes - 1) for row in rows) + 1
+    ratios = {
+        "step_growth": {mode: rounded(ratio) for mode, (_, _, ratio) in grown.items()},
+        "step_growth_prefixes": [long, short],
+        f"memory_at_{LONG}": long_memory(decoder, settings),
+    }
+    shape = {"batch": 1, "draft_tokens": settings.steps, "adaptor": "untrained copies"}
+    return Record(
+        "draft-step",
+        common | shape | asdict(settings),
+        rows,
+        ratios,
+        [*checks, Check("bytes of memory, measured / formula", worst, BYTES_LIMIT)],
+    )
+
+
+def steps_card(record: Record) -> Table:
+    """Step time, memory and prefill of every mode at every prefix."""
+    card = new_card(
+        f"one draft step, {record.settings['dtype']}, batch 1",
+        ("mode", "prefix", "step ms", "entries", "MiB", "prefill s", "/ full"),
+    )
+    for row in sorted(record.rows, key=lambda row: (row.mode, row.prefix)):
+        card.add_row(
+            row.mode,
+            f"{row.prefix:,}",
+            shown(row.step_ms),
+            f"{row.entries:,}",
+            shown(row.bytes / 2**20, ".1f"),
+            shown(row.prefill_ms / 1e3),
+            shown(row.prefill_ratio),
+        )
+    growths = ", ".join(f"{mode} {shown(x)}" for mode, x in record.ratios["step_growth"].items())
+    long, short = record.ratios["step_growth_prefixes"]
+    card.caption = f"step at {long:,} / at {short:,}: {growths}"
+    return card

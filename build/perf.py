@@ -1,0 +1,240 @@
+"""`masw-perf`: draft steps, speed beside Hugging Face, and load on a server, measured.
+
+Every command prints a card and, as its last line, one JSON object; progress goes to standard
+error. Exit codes: 0 measured, 1 could not be measured, 2 a usage error, 3 an output differed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..clients.client import DEFAULT_URL
+from ..clients.perf_analyzer import PerfAnalyzerError
+from .bench.record import BenchError, emit, progress
+from .checkpoint import CheckpointError
+from .serve import EMBEDDED, prepare
+from .triton_install import ServerError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+Recipe = Annotated[str, typer.Option(help="'embedded' or the path of a prepared pair.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the JSON object to this file as well.")
+]
+Threads = Annotated[int, typer.Option(help="Compute threads; 0 = torch's own choice.")]
+Documents = Annotated[
+    Path | None,
+    typer.Option(
+        help="QMSum-style JSONL with meeting_id, transcript and queries.",
+        show_default="Python's own manual",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas."""
+    try:
+        return tuple(int(part.replace("_", "")) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: give whole numbers separated by commas") from None
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """Settings that refuse a value are a usage error."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@contextmanager
+def failures() -> Iterator[None]:
+    """What keeps a measurement from being made ends the command with one line and code 1."""
+    try:
+        yield
+    except (
+        BenchError,
+        CheckpointError,
+        ServerError,
+        PerfAnalyzerError,
+        ValueError,
+        OSError,
+    ) as error:
+        typer.echo(f"masw-perf: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("masw-perf: interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def draft_step(
+    recipe: Recipe = EMBEDDED,
+    prefixes: Annotated[
+        str, typer.Option(help="Prefix lengths, separated by commas.")
+    ] = "512,1024,2048,4096,8000",
+    interval: Annotated[str, typer.Option(help="Slot intervals r to measure.")] = "8,4",
+    rounds: Annotated[int, typer.Option(help="Interleaved repeats; medians are given.")] = 9,
+    steps: Annotated[int, typer.Option(help="Draft steps per repeat.")] = 16,
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time of a draft step, memory and prefill time by prefix, for slots, window and full KV."""
+    from ..engines.pair import Pair
+    from ..engines.text import TextCodec
+    from .bench import draft_step as bench
+    from .bench.texts import plain_ids
+
+    with failures():
+        folder = Path(prepare(recipe))
+        pair, decoder = Pair.load(folder), _decoder(folder / "draft", threads)
+        with usage():
+            settings = bench.StepSettings(
+                numbers(prefixes), numbers(interval), rounds, steps, pair.chunk, pair.memory
+            )
+        ids = plain_ids(TextCodec(folder / "draft"), max(settings.prefixes))
+        with progress(bench.ticks(settings)) as tick:
+            rows = bench.measure_steps(decoder, ids, settings, tick)
+        record = bench.steps_record(decoder, rows, settings, _common(folder, recipe, None))
+        emit(record, bench.steps_card(record), json_file)
+
+
+@app.command()
+def speedup(
+    recipe: Recipe = EMBEDDED,
+    documents: Documents = None,
+    prefixes: Annotated[
+        str, typer.Option(help="Prefix lengths, separated by commas.")
+    ] = "2048,4096",
+    new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    prompts: Annotated[int, typer.Option(help="Documents per prefix length.")] = 3,
+    draft_tokens: Annotated[int, typer.Option(help="Draft length.")] = 5,
+    modes: Annotated[
+        str, typer.Option(help="Draft modes, separated by commas.")
+    ] = "slots,full,window,none,window-equal",
+    pairs: Annotated[int, typer.Option(help="Repeats of the plain loop's overhead.")] = 7,
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Speed, Tok./Iter and acceptance of the draft modes beside Hugging Face, without a server.
+
+    Exit code 3 where an output differs from Hugging Face's `generate`.
+    """
+    from ..engines.text import TextCodec
+    from .bench import speedup as bench
+    from .bench.texts import build_prompts
+
+    with failures():
+        with usage():
+            settings = bench.SpeedSettings(
+                numbers(prefixes), new_tokens, prompts, draft_tokens, words(modes), pairs
+            )
+        folder = Path(prepare(recipe))
+        codec = TextCodec(folder / "target")
+        texts = {n: build_prompts(codec, documents, n, prompts) for n in settings.prefixes}
+        _use(threads)
+        models = bench.Bench.load(folder)
+        with progress(bench.ticks(settings) + 1) as tick:
+            rows = bench.measure_speed(models, texts, settings, tick)
+            first = next(iter(texts.values()))[0]
+            overhead = bench.measure_plain(models, first, settings, tick)
+        record = bench.speed_record(rows, overhead, settings, _common(folder, recipe, documents))
+        emit(record, bench.speed_card(record), json_file)
+    if not record.ratios["equal"]:
+        raise typer.Exit(3)
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="host:port of a running server's gRPC.")] = DEFAULT_URL,
+    start: Annotated[
+        bool, typer.Option("--start", help="Start a server of the recipe on free ports instead.")
+    ] = False,
+    recipe: Recipe = EMBEDDED,
+    documents: Documents = None,
+    prefix: Annotated[int, typer.Option(help="Tokens per prompt.")] = 2048,
+    prompts: Annotated[int, typer.Option(help="Different prompts, sent in turn.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    concurrency: Annotated[str, typer.Option(help="Clients at once.")] = "1,2,4",
+    requests: Annotated[int, typer.Option(help="Requests per client.")] = 3,
+    draft_tokens: Annotated[
+        str, typer.Option(help="Draft lengths; 'default' is the server's, 0 plain decoding.")
+    ] = "default,0",
+    json_file: JsonFile = None,
+) -> None:
+    """Streaming requests from several clients at once, sent and timed by perf_analyzer."""
+    from ..clients.perf import ServingLoad, measure_serving
+    from ..clients.perf_analyzer import prepare_perf_analyzer
+    from ..engines.text import TextCodec
+    from .bench.serving import serving_record, started_server
+    from .bench.texts import build_prompts
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    with failures():
+        with usage():
+            lengths = [None if word == "default" else word for word in words(draft_tokens)]
+            lengths = tuple(word if word is None else numbers(word)[0] for word in lengths)
+        prepare_perf_analyzer(say)  # before anything takes long
+        folder = Path(prepare(recipe))
+        codec = TextCodec(folder / "target")
+        texts = tuple(p.text for p in build_prompts(codec, documents, prefix, prompts))
+        template = bool(codec.tokenizer.chat_template)
+        with usage():
+            load = ServingLoad(texts, max_tokens, numbers(concurrency), lengths, requests, template)
+        with started_server(folder, say) if start else nullcontext(url) as address:
+            report = measure_serving(load, folder / "target", url=address, say=say)
+        record = serving_record(
+            report, load, _common(folder, recipe, documents) | {"prefix": prefix, "started": start}
+        )
+        emit(record, report.table(), json_file)
+
+
+def _use(threads: int) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _decoder(folder: Path, threads: int):
+    from ..engines.decoder import Decoder
+    from ..engines.pair import DTYPES, Pair
+
+    _use(threads)
+    return Decoder.load(folder, DTYPES[Pair.load(folder.parent).dtype])
+
+
+def _common(folder: Path, recipe: str, documents: Path | None) -> dict:
+    """What every record states: the pair, its dtype and draft length, the adaptor, the text."""
+    from ..engines.adaptor import read_adaptor
+    from ..engines.pair import Pair
+    from .bench.texts import fingerprint
+
+    pair, adaptor = Pair.load(folder), read_adaptor(folder / "adaptor.safetensors")[0]
+    return {
+        "recipe": recipe if recipe == EMBEDDED else Path(recipe).name,
+        "dtype": pair.dtype,
+        "draft_tokens": pair.draft_tokens,
+        "base": adaptor.base[:16],
+        "adaptor": "trained" if adaptor.trained else "untrained copies",
+        "text": fingerprint(documents),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(app())
