@@ -16,10 +16,12 @@ from torch import Tensor
 
 from .messages import Sampling
 
+COLDEST = 1e-6  # 1 / temperature must not overflow
+
 
 def adjust(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits (..., V) after temperature, top-k and top-p, in that order; masked tokens -inf."""
-    logits = logits / sampling.temperature
+    logits = logits / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < logits.shape[-1]:
         smallest = logits.topk(sampling.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)

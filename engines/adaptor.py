@@ -8,7 +8,7 @@ The file is safetensors with a JSON header; loading is strict and checks the bas
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -45,10 +45,16 @@ class AdaptorConfig:
     trained: bool = False
 
     def __post_init__(self):
+        for name, least in (("sink", 0), ("window", 1), ("interval", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise AdaptorError(f"{name} is {value!r}; it must be an integer from {least} up")
+        if self.visibility not in list(SlotVisibility):
+            raise AdaptorError(
+                f"visibility is {self.visibility!r}; use one of {', '.join(SlotVisibility)}"
+            )
         object.__setattr__(self, "visibility", SlotVisibility(self.visibility))
-        if self.interval < 1:
-            raise AdaptorError(f"interval is {self.interval}; an adaptor needs 1 or more")
-        fixed = isinstance(self.slot_embedding, int) and self.slot_embedding >= 0
+        fixed = type(self.slot_embedding) is int and self.slot_embedding >= 0
         if self.slot_embedding != LAST_TOKEN and not fixed:
             raise AdaptorError(
                 f"slot_embedding is {self.slot_embedding!r}; give {LAST_TOKEN!r} or a token id"
@@ -87,7 +93,8 @@ class Adaptor(nn.Module):
 
     def save(self, path: Path) -> None:
         """Writes the adaptor atomically; the tensors come back bit for bit."""
-        header = {"format": FORMAT, "masw": json.dumps(asdict(self.config), sort_keys=True)}
+        # One key: safetensors writes several in no fixed order.
+        header = {"masw": json.dumps({"format": FORMAT} | asdict(self.config), sort_keys=True)}
         part = path.with_name(path.name + ".part")
         tensors = {name: t.detach().contiguous().cpu() for name, t in self.state_dict().items()}
         save_file(tensors, part, metadata=header)
@@ -105,6 +112,11 @@ class Adaptor(nn.Module):
             raise AdaptorError(
                 f"{path.name} was made for base model {config.base[:12]}, not {base[:12]}; "
                 "use the adaptor of this draft model"
+            )
+        if config.slot_embedding != LAST_TOKEN and config.slot_embedding >= decoder.vocab_size:
+            raise AdaptorError(
+                f"{path.name}: slot_embedding is {config.slot_embedding}; the model has "
+                f"{decoder.vocab_size} token ids"
             )
         adaptor = cls(config, decoder)
         wanted = {name: t.shape for name, t in adaptor.state_dict().items()}
@@ -130,11 +142,23 @@ def read_adaptor(path: Path) -> tuple[AdaptorConfig, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
         raise AdaptorError(f"{path} is not a safetensors file: {error}") from error
-    if header.get("format") != FORMAT:
-        raise AdaptorError(
-            f"{path.name} has format {header.get('format')!r}; this version reads {FORMAT!r}"
-        )
+    return _read_header(path, header.get("masw", "{}")), tensors
+
+
+def _read_header(path: Path, text: str) -> AdaptorConfig:
+    """The config of a header, in which every field must stand."""
     try:
-        return AdaptorConfig(**json.loads(header["masw"])), tensors
-    except (KeyError, TypeError) as error:
-        raise AdaptorError(f"{path.name} has an incomplete header: {error}") from error
+        values = dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise AdaptorError(f"{path.name} has a header that is no JSON object: {error}") from error
+    form = values.pop("format", None)
+    if form != FORMAT:
+        raise AdaptorError(f"{path.name} has format {form!r}; this version reads {FORMAT!r}")
+    names = {entry.name for entry in fields(AdaptorConfig)}
+    for problem, wrong in (("lacks", names - values.keys()), ("has", values.keys() - names)):
+        if wrong:
+            raise AdaptorError(f"{path.name}: its header {problem} {', '.join(sorted(wrong))}")
+    try:
+        return AdaptorConfig(**values)
+    except AdaptorError as error:
+        raise AdaptorError(f"{path.name}: {error}") from error

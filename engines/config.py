@@ -48,6 +48,13 @@ class RopeConfig:
         missing = [key for key in _ROPE_KEYS[kind] if key not in scaling]
         if missing:
             raise UnsupportedModelError(f"rope type {kind!r} lacks {', '.join(missing)}")
+        if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise UnsupportedModelError("partial_rotary_factor is not supported")
+        unknown = sorted(scaling.keys() - {*_ROPE_KEYS[kind], "rope_type", "type"})
+        if unknown:
+            raise UnsupportedModelError(
+                f"rope parameters {', '.join(unknown)} are not supported for rope type {kind!r}"
+            )
         return cls(float(theta), kind, **{key: scaling[key] for key in _ROPE_KEYS[kind]})
 
 
@@ -116,13 +123,15 @@ class DecoderConfig:
 
 def _refuse_unknown_features(family: str, config: dict[str, Any]) -> None:
     """Raises for features that would change the logits if they were ignored."""
-    sliding = config.get("sliding_window") is not None and (
+    # Hugging Face gives Mistral a window of 4096 unless the config says null.
+    window = config.get("sliding_window", 4096 if family == "mistral" else None)
+    sliding = window is not None and (
         config.get("use_sliding_window") if family.startswith("qwen") else True
     )
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     features = {
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
-        f"sliding_window {config.get('sliding_window')}": sliding,
+        f"sliding_window {window}": sliding,
         f"layer_types {sorted(layer_types)}": layer_types,
         "attention_bias": config.get("attention_bias"),
         "mlp_bias": config.get("mlp_bias"),

@@ -26,6 +26,8 @@ from .adaptor import Adaptor, AdaptorConfig, KeyValueMirror
 from .config import DecoderConfig, RopeConfig, UnsupportedModelError
 from .memory import SlotMemory
 
+FEW_ROWS = 32  # where one pass over the weight decides the time of a linear layer
+
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """(D / 2,) float32 rotary frequencies under the config's scaling."""
@@ -64,6 +66,18 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
+class Linear(nn.Linear):
+    """A linear layer that stays fast for the few rows of drafting and verification on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if x.device.type != "cpu" or not 1 < rows <= FEW_ROWS:
+            return super().forward(x)
+        out = (self.weight @ x.reshape(rows, -1).t()).t()  # reads the weight once, unlike x @ W.T
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], -1)
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm, computed in float32."""
 
@@ -83,10 +97,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         hidden, bias = config.hidden_size, config.qkv_bias
-        self.q_proj = nn.Linear(hidden, q_width, bias=bias)
-        self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
-        self.v_proj = nn.Linear(hidden, kv_width, bias=bias)
-        self.o_proj = nn.Linear(q_width, hidden, bias=False)
+        self.q_proj = Linear(hidden, q_width, bias=bias)
+        self.k_proj = Linear(hidden, kv_width, bias=bias)
+        self.v_proj = Linear(hidden, kv_width, bias=bias)
+        self.o_proj = Linear(q_width, hidden, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
@@ -125,9 +139,9 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.gate_proj = Linear(hidden, inner, bias=False)
+        self.up_proj = Linear(hidden, inner, bias=False)
+        self.down_proj = Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -157,7 +171,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryTable(config)
         if config.tied_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -234,16 +248,16 @@ class Decoder(nn.Module):
         return adaptor
 
     def fingerprint(self) -> str:
-        """Hex digest of the architecture and of samples of all key and value projections.
+        """Hex digest of the architecture and of samples of every weight.
 
         The same for the same weights in float32, bfloat16 or float16 storage of bfloat16 values.
         """
         architecture = asdict(self.config) | {"eos_ids": None}
         digest = hashlib.sha256(json.dumps(architecture, sort_keys=True).encode())
-        for layer in self.layers:
-            for weight in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight):
-                sample = weight.detach().flatten()[:: max(1, weight.numel() // 1024)]
-                digest.update(sample.bfloat16().view(torch.int16).cpu().numpy().tobytes())
+        for name, weight in sorted(self.named_parameters()):
+            sample = weight.detach().flatten()[:: max(1, weight.numel() // 1024)]
+            digest.update(name.encode())
+            digest.update(sample.bfloat16().view(torch.int16).cpu().numpy().tobytes())
         return digest.hexdigest()
 
     @classmethod
@@ -272,9 +286,7 @@ def _read_weights(
     directory: Path, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
     """All tensors of a directory's safetensors files under the decoder's own names."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{directory} has no safetensors files")
+    files = _weight_files(directory)
     tensors = {}
     for path in files:
         with safe_open(path, framework="pt", device=str(device)) as file:
@@ -282,3 +294,14 @@ def _read_weights(
                 if not name.endswith("rotary_emb.inv_freq"):
                     tensors[name.removeprefix("model.")] = file.get_tensor(name).to(dtype)
     return tensors
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that Hugging Face would read: those of the index, or model.safetensors."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [directory / name for name in sorted(names)]
+    if not (directory / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{directory} has no model.safetensors and no index of several")
+    return [directory / "model.safetensors"]

@@ -79,10 +79,14 @@ class TorchDraft(Draft):
         """See `Draft.propose`. Backlogs longer than a chunk are fed in chunks."""
         answers: list[Proposal | Exception] = [Proposal()] * len(calls)
         turns = []
+        seen: set[int] = set()
         for place, call in enumerate(calls):
             if call.end and not call.new_ids:
                 continue
             try:
+                if call.sequence_id in seen:
+                    raise InvalidRequest(f"sequence_id {call.sequence_id} is twice in this batch")
+                seen.add(call.sequence_id)
                 turns.append(self._begin(place, call))
             except (InvalidRequest, DraftStateError, CapacityError) as error:
                 answers[place] = error

@@ -28,7 +28,10 @@ class Batcher:
 
     def _flush(self) -> None:
         batch, self._waiting = self._waiting, []
-        answers = self._run([call for call, _ in batch])
+        try:
+            answers = self._run([call for call, _ in batch])
+        except Exception as error:
+            answers = [error] * len(batch)
         for (_, future), answer in zip(batch, answers, strict=True):
             if future.cancelled():
                 continue

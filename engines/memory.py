@@ -53,6 +53,7 @@ class SlotMemory:
         shape = (layers, rows, kv_heads, self.capacity, head_dim)
         self.k, self.v = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
         self.fed = [0] * rows
+        self._peak = [0] * rows  # most tokens ever fed; what lies beyond the ring is overwritten
         # What was really written where; read only by check_integrity.
         self._written = torch.full((rows, self.capacity), -1)
 
@@ -70,8 +71,19 @@ class SlotMemory:
                 "shorten the prompt or serve with a larger max_length"
             )
 
+    def _check_rows(self, rows: Sequence[int]) -> None:
+        if not rows or len(set(rows)) < len(rows):
+            raise ValueError(f"rows are {list(rows)}; give one or more, each once")
+        if not 0 <= min(rows) <= max(rows) < len(self.fed):
+            raise ValueError(
+                f"rows are {list(rows)}; this memory has rows 0 to {len(self.fed) - 1}"
+            )
+
     def block(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> Block:
         """The block that feeds `new_ids` to `rows`, slots included. Modifies nothing."""
+        self._check_rows(rows)
+        if not any(map(len, new_ids)):
+            raise ValueError("new_ids is empty for every row; give 1 or more ids")
         for row, ids in zip(rows, new_ids, strict=True):
             self.check_room(row, len(ids))
         return Block.build(self.rule, rows, [self.fed[r] for r in rows], new_ids, self.k.device)
@@ -90,6 +102,7 @@ class SlotMemory:
             self.v[:, row, :, entries] = v[:, i, :, places]
             self._written[row, entries.cpu()] = block.times[i, places].cpu()
             self.fed[row] = length
+            self._peak[row] = max(self._peak[row], length)
 
     def _entries(self, block: Block, i: int, length: int) -> tuple[Tensor, Tensor]:
         """Positions of sequence i of a block that are kept, and the entries they go to."""
@@ -109,7 +122,7 @@ class SlotMemory:
 
     def can_rollback(self, row: int, kept: int) -> bool:
         """Whether `row` can go back to `kept` fed tokens with its window intact."""
-        return self.rule.can_rollback(self.fed[row], kept)
+        return kept <= self.fed[row] and self.rule.can_rollback(self._peak[row], kept)
 
     def rollback(self, row: int, kept: int) -> None:
         """Discards raw tokens j >= kept and slots b >= kept of `row`; their entries go stale."""
@@ -122,7 +135,7 @@ class SlotMemory:
 
     def clear(self, row: int) -> None:
         """Forgets the sequence of `row`."""
-        self.fed[row] = 0
+        self.fed[row] = self._peak[row] = 0
 
     def copy_prefix(self, source: int, destination: int, length: int) -> None:
         """Makes `destination` hold the first `length` tokens of `source` (plain KV only)."""
@@ -131,7 +144,7 @@ class SlotMemory:
         for whole in (self.k, self.v):
             whole[:, destination, :, :length] = whole[:, source, :, :length]
         self._written[destination, :length] = self._written[source, :length]
-        self.fed[destination] = length
+        self.fed[destination] = self._peak[destination] = length
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every entry a next token sees holds what it should."""

@@ -15,6 +15,7 @@ from itertools import count
 import numpy as np
 
 from ..plugins.slot_attention.rule import MemoryRule
+from .memory import CapacityError
 from .messages import (
     DraftCall,
     DraftStateError,
@@ -23,6 +24,7 @@ from .messages import (
     Proposal,
     Sampling,
     TargetCall,
+    TargetError,
     Verdict,
     derive_seed,
 )
@@ -58,6 +60,9 @@ class LoopSettings:
             raise ValueError(
                 f"draft_tokens is {self.draft_tokens}; the limit is {self.max_draft_tokens}"
             )
+        for name in ("draft_chunk", "plain_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ class Sequence:
         self._ids[: len(request.ids)] = request.ids
         self.length = len(request.ids)
         self.draft_committed = 0
+        self.draft_called = False
         self.draft_fed = 0  # its own proposals included
         self.draft_lost_at: float | None = None
         self.draft_retry_at = 0.0
@@ -173,7 +179,8 @@ class Sequence:
         ids = until_end(verdict.ids[: self.remaining], self.request.end_ids)
         self._ids[self.length : self.length + len(ids)] = ids
         accepted = common_prefix(np.array(ids), np.array(proposal.ids))
-        self._note_rollback(min(self.length + accepted, self.draft_fed))
+        known = min(accepted, len(ids) - 1)  # the draft feeds the last new id again
+        self._note_rollback(min(self.length + known, self.draft_fed))
         self.length += len(ids)
         self.statistics.observe(len(proposal.ids), accepted, len(ids))
         self.draft_length.observe(len(proposal.ids), accepted)
@@ -263,6 +270,8 @@ class SpeculativeLoop:
     async def _prefill_draft(self, sequence: Sequence) -> AsyncIterator[None]:
         while self._may_draft(sequence) and sequence.draft_committed < sequence.length - 1:
             await self._guarded(sequence, self._feed_chunk(sequence))
+            if sequence.draft_lost_at is not None:
+                return
             yield
 
     async def _propose(self, sequence: Sequence) -> Proposal:
@@ -296,6 +305,7 @@ class SpeculativeLoop:
     async def _call_draft(self, sequence: Sequence, upto: int, gamma: int) -> Proposal:
         """One call that brings the draft to `upto` committed tokens and asks for γ drafts."""
         start, request = sequence.draft_committed, sequence.request
+        sequence.draft_called = True
         proposal = await self.draft(
             DraftCall(
                 sequence.number,
@@ -318,7 +328,7 @@ class SpeculativeLoop:
             answer = await drafting
             sequence.draft_lost_at = None
             return answer
-        except (DraftUnavailable, DraftStateError):
+        except (DraftUnavailable, DraftStateError, CapacityError):
             now, settings = time.monotonic(), self.settings
             sequence.forget_draft()
             sequence.draft_lost_at = sequence.draft_lost_at or now
@@ -346,11 +356,13 @@ class SpeculativeLoop:
             )
         )
         sequence.statistics.verify_ms += (time.perf_counter() - started) * 1e3
+        if not verdict.ids:
+            raise TargetError("the target gave no token")
         return verdict
 
     async def _release(self, sequence: Sequence) -> None:
         """Tells the draft to forget the sequence; a draft that is away has forgotten it."""
-        if sequence.draft_committed:
+        if sequence.draft_called:
             try:
                 await self.draft(DraftCall(sequence.number, 0, (), end=True))
             except (DraftUnavailable, DraftStateError):
@@ -365,6 +377,8 @@ async def _exhaust(part: AsyncIterator[None]) -> None:
 def _check(request: GenerationRequest, gamma: int, settings: LoopSettings) -> None:
     if not request.ids:
         raise InvalidRequest("input_ids is empty; give 1 or more ids")
+    if not 0 <= min(request.ids) <= max(request.ids) < 2**31:
+        raise InvalidRequest("input_ids has an id outside 0 to 2**31 - 1")
     if request.max_tokens < 1:
         raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be 1 or more")
     total = len(request.ids) + request.max_tokens

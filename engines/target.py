@@ -110,10 +110,15 @@ class TorchTarget(Target):
         for name, ids in (("input_ids", call.ids), ("draft_input_ids", draft_ids)):
             if len(ids) and not 0 <= min(ids) <= max(ids) < vocab:
                 raise InvalidRequest(f"{name} has an id outside 0 to {vocab - 1}")
+        end_ids = call.end_ids or ()
+        if any(not 0 <= x < vocab for x in end_ids):
+            raise InvalidRequest(f"end_id is {end_ids}; it must be 0 to {vocab - 1}")
         if logits is not None and tuple(logits.shape) != (len(draft_ids), vocab):
             raise InvalidRequest(
                 f"draft_logits is {tuple(logits.shape)}; it must be {(len(draft_ids), vocab)}"
             )
+        if logits is not None and not torch.isfinite(logits.amax(-1)).all():
+            raise InvalidRequest("draft_logits has a row without a finite maximum")
 
     def _begin(self, place: int, call: TargetCall, taken: Sequence[_Cache]) -> _Turn:
         end_ids = self.decoder.config.eos_ids if call.end_ids is None else call.end_ids

@@ -1,6 +1,9 @@
 """Fixtures shared by all tests: tiny random models, made once per session."""
 
+import os
 from functools import cache
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait do not spin
 
 import pytest
 import torch

@@ -88,20 +88,13 @@ class MemoryRule:
         """Entries per layer and sequence that hold up to `max_length` tokens."""
         if self.window == 0 and max_length > self.sink:
             raise ValueError(f"max_length is {max_length}; this rule keeps at most {self.sink}")
-        return min(max_length, self.sink + self.ring) + self.slots(max_length)
+        return self.extent(max_length)
 
     def extent(self, length: int) -> int:
         """Leading entries that can hold anything after `length` fed tokens."""
         slots = self.slots(length)
         return self.entry_of_slot(slots) if slots else min(length, self.sink + self.ring)
 
-    def block_limit(self, length: int) -> int:
-        """Raw tokens after `length` whose entries overwrite nothing they still need to see."""
-        room = self.sink + self.ring - length  # entries never written so far
-        return max(room, self.rollback + 1)
-
-    def can_rollback(self, length: int, kept: int) -> bool:
-        """Whether going from `length` back to `kept` fed tokens leaves the window intact."""
-        return 0 <= kept <= length and (
-            length <= self.sink + self.ring or length - kept <= self.rollback
-        )
+    def can_rollback(self, peak: int, kept: int) -> bool:
+        """Whether `kept` fed tokens still have their window after up to `peak` were fed."""
+        return 0 <= kept <= peak and (peak <= self.sink + self.ring or peak - kept <= self.rollback)

@@ -9,6 +9,8 @@ time. Hugging Face's `generate` on the same folder says what every answer must b
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,7 +57,8 @@ class TinyPair:
         """New ids of Hugging Face's greedy `generate`; each answer is made once."""
         key = (tuple(ids), max_tokens, tuple(end_ids), min_tokens)
         if key not in self._answers:
-            self._answers[key] = reference(self.model, *key)
+            with one_thread():
+                self._answers[key] = reference(self.model, *key)
         return self._answers[key]
 
     @cached_property
@@ -78,6 +81,17 @@ class TinyPair:
     def decode(self, ids) -> str:
         """Text of all ids at once, without special tokens."""
         return self.codec.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One compute thread within the block: for a tiny model more of them only wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def write_pair(folder: Path, tokenizer_of: Path) -> TinyPair:

@@ -19,7 +19,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import np_to_triton_dtype
 
 from masw.build.repository import LOOP
-from masw.build.triton_server import SHARED_MEMORY, end_processes, free_ports
+from masw.build.triton_server import SHARED_MEMORY, end_processes, free_ports, is_running
 
 PATIENCE = 60.0  # seconds that a busy machine may need for what takes a few
 
@@ -72,7 +72,7 @@ class Serving:
 
     def stub(self, model: str) -> psutil.Process:
         """The process of one Python model."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
+        family = filter(is_running, psutil.Process(self.process.pid).children(recursive=True))
         (process,) = [p for p in family if any(f"/{model}/1/" in word for word in p.cmdline())]
         return process
 

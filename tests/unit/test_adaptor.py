@@ -50,7 +50,7 @@ def rewritten(saved):
         content, values = load_file(path), asdict(adaptor.config)
         tensors(content)
         header(values)
-        save_file(content, path, metadata={"format": format, "masw": json.dumps(values)})
+        save_file(content, path, metadata={"masw": json.dumps(values | {"format": format})})
         return path
 
     return rewrite
@@ -214,7 +214,7 @@ def test_a_bad_header_value_is_refused_by_name(rewritten, load, key, value):
 @pytest.mark.parametrize("text", ["{", "[1]", "null", ""])
 def test_a_header_that_is_no_json_object_is_refused(saved, load, text):
     _, path = saved
-    save_file(load_file(path), path, metadata={"format": FORMAT, "masw": text})
+    save_file(load_file(path), path, metadata={"masw": text})
     with pytest.raises(AdaptorError, match="header"):
         load(path)
 

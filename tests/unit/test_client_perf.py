@@ -5,13 +5,14 @@ import stat
 import sys
 
 import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from masw.clients import perf_analyzer
 from masw.clients.perf import ServingLoad, measure_serving, read_profile, token_counter
 from masw.clients.perf_analyzer import PerfAnalyzerError, prepare_perf_analyzer
 from masw.clients.report import Served, ServingRow, Spread
-from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 MS = 1_000_000  # ns
 STATISTICS = {

@@ -5,6 +5,10 @@ import json
 import grpc
 import numpy as np
 import pytest
+from tritonclient.grpc.service_pb2 import ModelStreamInferResponse
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+from typer.testing import CliRunner
+
 from masw.clients.card import card_rows
 from masw.clients.client import MaswClient
 from masw.clients.compare import Comparison, first_difference
@@ -17,9 +21,6 @@ from masw.clients.messages import (
     Statistics,
 )
 from masw.clients.wire import Answer, encode, to_masw_error
-from tritonclient.grpc.service_pb2 import ModelStreamInferResponse
-from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
-from typer.testing import CliRunner
 
 STATISTICS = {
     "prefix_tokens": 4000,

@@ -1,11 +1,12 @@
 """The draft: what it proposes, the sequences it holds, and bad calls."""
 
 import gc
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from masw.engines import draft as draft_module
 from masw.engines.acceptance import adjust
 from masw.engines.draft import TorchDraft
 from masw.engines.local import generate_all
@@ -143,7 +144,7 @@ def test_continuing_equals_starting_again(pair, kind):
             assert proposed == propose(fresh, step, 0, text, 8, end=True).ids
         kept = int(torch.randint(0, 9, (), generator=generator))
         start = len(text)
-        text += [*proposed[:kept], *random_ids(1, seed=step)]
+        text += [*proposed[:kept], *random_ids(1 + step % 3, seed=step)]
     assert free_rows(fresh) == 4
 
 
@@ -179,16 +180,19 @@ def test_all_sequences_in_use(pair):
     assert len(propose(draft, 3, 0, [3, 4], 2).ids) == 2
 
 
-def test_idle_sequences_expire_when_the_place_is_needed(pair):
-    draft = new_draft(pair.target, max_sequences=2, idle_seconds=0.2)
+def test_idle_sequences_expire_when_the_place_is_needed(pair, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(draft_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    draft = new_draft(pair.target, max_sequences=2, idle_seconds=10.0)
     propose(draft, 1, 0, [3, 4], 2)
-    time.sleep(0.3)
+    now[0] = 8.0
     propose(draft, 2, 0, [3, 4], 2)
-    assert draft.holds(1)
+    with pytest.raises(DraftStateError, match="all 2 sequences"):
+        propose(draft, 3, 0, [3, 4], 2)
+    now[0] = 11.0
+    assert draft.holds(1), "it may stay as long as nobody needs its place"
     propose(draft, 3, 0, [3, 4], 2)
     assert not draft.holds(1) and draft.holds(2) and draft.holds(3)
-    with pytest.raises(DraftStateError, match="all 2 sequences"):
-        propose(draft, 4, 0, [3, 4], 2)
     with pytest.raises(DraftStateError, match="sequence 1 is unknown"):
         propose(draft, 1, 2, [3], 2)
 

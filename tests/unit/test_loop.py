@@ -258,8 +258,9 @@ def test_a_lost_draft_is_not_asked_again_during_the_pause():
     assert stats.draft_failures == 1
 
 
-def test_it_gives_up_after_draft_retry(monkeypatch):
-    """A clock that moves one second per target call; the draft is away from its third call on."""
+@pytest.fixture
+def ticking(monkeypatch):
+    """A target of which each call takes one second of the loop's clock."""
     target = FakeTarget()
     clock = SimpleNamespace(
         monotonic=lambda: float(len(target.calls)),
@@ -267,12 +268,31 @@ def test_it_gives_up_after_draft_retry(monkeypatch):
         time_ns=time.time_ns,
     )
     monkeypatch.setattr(speculative, "time", clock)
+    return target
+
+
+PATIENCE = {"draft_retry": 10.0, "retry_pause": 3.0, "plain_tokens": 1}
+
+
+def test_it_gives_up_after_draft_retry(ticking):
     draft = FakeDraft(fail=lambda n, call: DraftUnavailable("away") if n >= 3 else None)
-    settings = {"draft_retry": 10.0, "retry_pause": 3.0, "plain_tokens": 1}
-    parts, stats = run_fake(draft, target, GenerationRequest(PROMPT, 60), **settings)
+    parts, stats = run_fake(draft, ticking, GenerationRequest(PROMPT, 60), **PATIENCE)
     assert joined(parts) == following(PROMPT, 60)
     # Lost at second 1; asked again at 4, 7, 10 and 13, where more than ten seconds have passed.
     assert stats.draft_failures == 5
+
+
+def test_a_draft_that_came_back_has_all_of_draft_retry_again(ticking):
+    away, asked = (5, 40), []
+
+    def fail(number, call):
+        asked.append(len(ticking.calls))
+        return DraftUnavailable("away") if asked[-1] in away else None
+
+    request = GenerationRequest(PROMPT, 60)
+    parts, stats = run_fake(FakeDraft(right=0, fail=fail), ticking, request, **PATIENCE)
+    assert joined(parts) == following(PROMPT, 60) and stats.draft_failures == 2
+    assert {*range(5), 5, *range(8, 40), 40, *range(43, 59)} == set(asked) - {60}
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 6])

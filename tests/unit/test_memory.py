@@ -184,7 +184,7 @@ def test_overflow_is_refused_before_any_work(filled):
 def test_one_row_twice_in_a_batch_is_refused_before_any_work(filled):
     driver = filled(30)
     before = snapshot(driver.memory)
-    with pytest.raises(ValueError, match="row 0"):
+    with pytest.raises(ValueError, match=r"rows are \[0, 0\]"):
         driver.decoder.feed(driver.memory, [0, 0], [[3], [4]], driver.adaptor)
     assert unchanged(driver.memory, before)
 

@@ -3,11 +3,12 @@
 import dataclasses
 
 import pytest
+from tritonclient.grpc import model_config_pb2 as pb
+
 from masw.build import repository
 from masw.build.repository import RepositoryConfig, model_configs, write_repository
 from masw.build.tensors import TensorSpec
 from masw.build.triton_server import ServerConfig, TritonServer, free_ports
-from tritonclient.grpc import model_config_pb2 as pb
 
 ECHO = """
 import triton_python_backend_utils as pb_utils

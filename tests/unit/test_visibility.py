@@ -143,23 +143,6 @@ def test_capacity_of_a_plain_cache():
 
 
 @pytest.mark.parametrize("rule", NO_OR_TWO, ids=name_of)
-def test_block_limit_is_the_largest_block_that_may_be_written_first(rule):
-    """Written before it attends, a block of that size loses nothing its queries see."""
-
-    def loses_nothing(length, size):
-        held = content_of_entries(rule, length + size).values()
-        return all(
-            ("raw", j) in held
-            for j in range(length + size)
-            if j < rule.sink or j > length - rule.window  # what some query of the block sees
-        )
-
-    for length in range(LENGTH):
-        assert loses_nothing(length, rule.block_limit(length))
-        assert not loses_nothing(length, rule.block_limit(length) + 1)
-
-
-@pytest.mark.parametrize("rule", NO_OR_TWO, ids=name_of)
 def test_rollback_up_to_r_is_allowed_and_never_breaks_the_window(rule):
     for length, kept in itertools.product(range(LENGTH), range(LENGTH)):
         held = content_of_entries(rule, length).values()
