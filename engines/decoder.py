@@ -26,7 +26,7 @@ from .adaptor import Adaptor, AdaptorConfig, KeyValueMirror
 from .config import DecoderConfig, RopeConfig, UnsupportedModelError
 from .memory import SlotMemory
 
-FEW_ROWS = 32  # where one pass over the weight decides the time of a linear layer
+FEW_ROWS = 8  # up to here W @ x.T beats x @ W.T in float32 (measured on two CPU cores)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -71,9 +71,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        if x.device.type != "cpu" or not 1 < rows <= FEW_ROWS:
+        plain = x.device.type != "cpu" or x.dtype != torch.float32
+        if plain or not 1 < rows <= FEW_ROWS:
             return super().forward(x)
-        out = (self.weight @ x.reshape(rows, -1).t()).t()  # reads the weight once, unlike x @ W.T
+        out = (self.weight @ x.reshape(rows, -1).t()).t()
         out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], -1)
 

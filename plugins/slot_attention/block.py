@@ -81,7 +81,7 @@ class Block:
 
     @cached_property
     def last_raw(self) -> Tensor:
-        """(B,) int64: the position within the block of each sequence's last raw token, -1 without any."""
+        """(B,) int64: position in the block of each sequence's last raw token (-1: none)."""
         places = torch.arange(self.kind.shape[1], device=self.kind.device)
         return torch.where(self.kind == RAW, places, -1).amax(1)
 
