@@ -178,10 +178,10 @@ def serve(
     json_file: JsonFile = None,
 ) -> None:
     """Streaming requests from several clients at once, sent and timed by perf_analyzer."""
-    from ..clients.perf import ServingLoad, measure_serving
+    from ..clients.perf import ServingLoad
     from ..clients.perf_analyzer import prepare_perf_analyzer
     from ..engines.text import TextCodec
-    from .bench.serving import serving_record, started_server
+    from .bench.serving import measure_separately, serving_record, started_server
     from .bench.texts import build_prompts
 
     def say(text: str) -> None:
@@ -199,7 +199,7 @@ def serve(
         with usage():
             load = ServingLoad(texts, max_tokens, numbers(concurrency), lengths, requests, template)
         with started_server(folder, say) if start else nullcontext(url) as address:
-            report = measure_serving(load, folder / "target", url=address, say=say)
+            report = measure_separately(load, folder / "target", address, say)
         record = serving_record(
             report, load, _common(folder, recipe, documents) | {"prefix": prefix, "started": start}
         )

@@ -211,7 +211,8 @@ def formula_bytes(decoder: Decoder, rule: MemoryRule, length: int) -> int:
     config, entries = decoder.config, length
     if rule.window:
         slots = max(0, length - rule.sink) // rule.interval if rule.interval else 0
-        entries = min(length, rule.sink + rule.window + rule.rollback) + slots
+        raw = rule.sink + rule.window + rule.rollback
+        entries = raw + slots if slots else min(length, raw)
     width = config.layers * config.kv_heads * config.head_dim
     return 2 * entries * width * decoder.embed_tokens.weight.element_size()
 

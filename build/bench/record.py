@@ -95,6 +95,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
+        "thread_wait": os.environ.get("OMP_WAIT_POLICY", "active").lower(),
         "system": f"{platform.system()} {platform.machine()}",
     }
 

@@ -145,7 +145,7 @@ def stream(url: str, inputs: Mapping[str, np.ndarray], model: str = LOOP) -> lis
             done.set()
 
     with grpcclient.InferenceServerClient(url) as client:
-        client.start_stream(callback=take, headers={"triton_grpc_error": "true"})
+        client.start_stream(callback=take)
         client.async_stream_infer(model, tensors(inputs), enable_empty_final_response=True)
         assert done.wait(PATIENCE), "no final response"
         client.stop_stream()
