@@ -56,14 +56,15 @@ class TextStream:
 
     The pieces add up to the decoded whole, cut before the first stop word. Characters whose bytes
     are not complete, and text that may be the start of a stop word, are held back until decided.
+    What is decided depends on the ids so far, not on the pieces in which they came.
     """
 
     def __init__(self, codec: TextCodec, stop_words: Sequence[str] = ()):
         if any(not word for word in stop_words):
             raise InvalidRequest("stop_words has an empty string; give 1 or more characters each")
         self._codec, self._stop_words = codec, tuple(stop_words)
-        self._ids: list[int] = []
-        self._context = self._read = 0  # ids[context:read] are decoded again with what follows
+        self._recent: list[int] = []  # read already, but decoded again with what follows
+        self._unread: list[int] = []
         self._held = ""
         self.stopped = False
 
@@ -71,8 +72,11 @@ class TextStream:
         """The new text that is decided once `ids` follow; all that is left when `final`."""
         if self.stopped:
             return ""
-        self._ids.extend(ids)
-        self._held += self._new_text(final)
+        for token in ids:
+            self._unread.append(token)
+            self._held += self._new_text(final=False)
+        if final:
+            self._held += self._new_text(final=True)
         found = [(self._held.find(w), w) for w in self._stop_words if w in self._held]
         if found:  # the first one to be complete, whatever the size of the pieces
             self.stopped = True
@@ -84,11 +88,11 @@ class TextStream:
 
     def _new_text(self, final: bool) -> str:
         """Text of the ids not read yet, unless it ends inside a character."""
-        before = self._codec.decode(self._ids[self._context : self._read])
-        text = self._codec.decode(self._ids[self._context :])
+        text = self._codec.decode(self._recent + self._unread)
         if not final and text.endswith(INCOMPLETE):
             return ""
-        self._context, self._read = self._read, len(self._ids)
+        before = self._codec.decode(self._recent)
+        self._recent, self._unread = self._unread, []
         return text[len(before) :]
 
     def _undecided(self) -> int:
