@@ -197,7 +197,7 @@ class TritonServer:
         return [str(files.binary), "--disable-auto-complete-config", *flags]
 
     def environment(self) -> dict[str, str]:
-        """The server's and its models' environment: this Python's packages, waiting cores idle."""
+        """The server's and its models' environment: this Python's packages, idle threads asleep."""
         libraries = [str(path) for path in self.installation.libraries]
         inherited = os.environ.get("LD_LIBRARY_PATH")
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -206,8 +206,7 @@ class TritonServer:
             "PATH": path,
             "LD_LIBRARY_PATH": os.pathsep.join(libraries + ([inherited] if inherited else [])),
             "PYTHONUNBUFFERED": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GOMP_SPINCOUNT": "0",
+            "GOMP_SPINCOUNT": "30000",  # wait awake between two layers, asleep between two calls
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             **self.config.environment,

@@ -27,7 +27,6 @@ DEFAULT_URL = "127.0.0.1:8001"
 DEFAULT_MODEL = "tensorrt_llm_bls"
 DEFAULT_TIMEOUT_S = 600.0
 
-_METADATA = (("triton_grpc_error", "true"),)  # errors as gRPC status codes, not as plain messages
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -148,9 +147,7 @@ class MaswClient:
         """
         message = encode(request, self.model)
         answer = Answer(request)
-        call = self._stub.ModelStreamInfer(
-            iter([message]), metadata=_METADATA, timeout=self.timeout_s
-        )
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=self.timeout_s)
         return GenerationStream(call, answer, self.url, self.timeout_s)
 
     def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -208,9 +205,7 @@ class AsyncMaswClient:
         """As `MaswClient.stream`, for `async for`; call it inside the running event loop."""
         message = encode(request, self.model)
         answer = Answer(request)
-        call = self._stub.ModelStreamInfer(
-            iter([message]), metadata=_METADATA, timeout=self.timeout_s
-        )
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=self.timeout_s)
         return AsyncGenerationStream(call, answer, self.url, self.timeout_s)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:

@@ -1,5 +1,6 @@
 """Between a client's messages and the server's: inputs to a gRPC request, responses to chunks."""
 
+import re
 import time
 
 import grpc
@@ -73,6 +74,9 @@ def _add_input(message: ModelInferRequest, name: str, array: np.ndarray) -> None
     )
 
 
+_STATUS = re.compile(r"\b(INVALID_ARGUMENT|UNAVAILABLE|INTERNAL): ")
+
+
 class Answer:
     """Collects the responses of one request; the clock starts when it is made."""
 
@@ -97,7 +101,7 @@ class Answer:
         Raises MaswError for an error that the server sends in place of a response.
         """
         if response.error_message:
-            raise MaswError("UNKNOWN", response.error_message)
+            raise refused(response.error_message)
         now = self._clock() - self._start
         tensors = InferResult(response.infer_response)
         if response.infer_response.parameters["triton_final_response"].bool_param:
@@ -180,3 +184,15 @@ def _unreachable(details: str) -> bool:
     """Whether UNAVAILABLE is gRPC's own word, and not the server's."""
     signs = ("failed to connect", "resolving", "Socket closed", "Connection", "GOAWAY")
     return any(sign in details for sign in signs)
+
+
+def refused(text: str) -> MaswError:
+    """The error that a message of the server's models stands for.
+
+    They write the status in front, "INVALID_ARGUMENT: …". Asking the server for gRPC status codes
+    on a stream (header `triton_grpc_error`) crashes Triton 2.51 now and then, so nobody does.
+    """
+    found = _STATUS.search(text)
+    if found is None:
+        return MaswError("UNKNOWN", text)
+    return MaswError(found[1], text[: found.start()] + text[found.end() :])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from .config import DecoderConfig
+from .linear import Linear
 
 FORMAT = "masw-adaptor-1"
 LAST_TOKEN = "last_token"
@@ -71,8 +72,8 @@ class KeyValueMirror(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         width = config.kv_heads * config.head_dim
-        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, width, bias=config.qkv_bias)
 
 
 class Adaptor(nn.Module):

@@ -24,9 +24,8 @@ from ..plugins.slot_attention.op import slot_attention
 from ..plugins.slot_attention.rule import MemoryRule
 from .adaptor import Adaptor, AdaptorConfig, KeyValueMirror
 from .config import DecoderConfig, RopeConfig, UnsupportedModelError
+from .linear import Linear
 from .memory import SlotMemory
-
-FEW_ROWS = 8  # up to here W @ x.T beats x @ W.T in float32 (measured on two CPU cores)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -64,19 +63,6 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding of x (B, H, N, D), halves layout."""
     cos, sin = rotary
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
-
-
-class Linear(nn.Linear):
-    """A linear layer that stays fast for the few rows of drafting and verification on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        plain = x.device.type != "cpu" or x.dtype != torch.float32
-        if plain or not 1 < rows <= FEW_ROWS:
-            return super().forward(x)
-        out = (self.weight @ x.reshape(rows, -1).t()).t()
-        out = out if self.bias is None else out + self.bias
-        return out.view(*x.shape[:-1], -1)
 
 
 class RMSNorm(nn.Module):

@@ -92,6 +92,8 @@ class TextStream:
         if not final and text.endswith(INCOMPLETE):
             return ""
         before = self._codec.decode(self._recent)
+        if text == before:  # special tokens only: without text they are no context to decode in
+            return ""
         self._recent, self._unread = self._unread, []
         return text[len(before) :]
 

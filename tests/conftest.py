@@ -3,7 +3,7 @@
 import os
 from functools import cache
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait do not spin
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # before torch: threads that wait long sleep
 
 import pytest
 import torch

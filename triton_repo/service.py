@@ -15,11 +15,9 @@ from ..engines.speculative import Sequence, SpeculativeLoop
 from ..engines.text import TextCodec, TextStream
 from .generation import Ask, Values, read_ask
 from .metrics import Metrics
-from .wire import batched, text
+from .wire import Overloaded, batched, text
 
-
-class Overloaded(RuntimeError):
-    """As many requests wait as may; try again later."""
+LOOK_SECONDS = 0.25  # how often a waiting request looks whether its client is still there
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,19 @@ class Service:
         arrival = time.time_ns()
         ask = read_ask(values, self._codec, self._vocab, self._end_ids)
         sequence = self._loop.sequence(ask.generation)
+        deadline = time.monotonic() + min(ask.time_limit, self._limits.time_limit)
         self._admit()
         try:
-            async with self._running:
+            if not await self._take_place(is_cancelled, deadline):
+                return
+            try:
                 answer = Answer(ask, sequence, self._codec, arrival)
-                async with aclosing(self._generate(answer, is_cancelled)) as replies:
+                replies = self._generate(answer, is_cancelled, deadline)
+                async with aclosing(replies):
                     async for reply in replies:
                         yield reply
+            finally:
+                self._running.release()
         finally:
             self._admitted -= 1
             self._metrics.set_inflight(self._admitted)
@@ -85,11 +89,29 @@ class Service:
         self._admitted += 1
         self._metrics.set_inflight(self._admitted)
 
+    async def _take_place(self, is_cancelled: Callable[[], bool], deadline: float) -> bool:
+        """Waits for a place among the running; False if the client went away meanwhile.
+
+        Raises Overloaded when the request's time is up before it could start.
+        """
+        place = asyncio.ensure_future(self._running.acquire())
+        while not place.done():
+            await asyncio.wait({place}, timeout=LOOK_SECONDS)
+            if place.done():
+                break
+            if is_cancelled():
+                place.cancel()
+                self._metrics.count_cancelled()
+                return False
+            if time.monotonic() > deadline:
+                place.cancel()
+                raise Overloaded("no place became free within the time_limit; try again later")
+        return True
+
     async def _generate(
-        self, answer: Answer, is_cancelled: Callable[[], bool]
+        self, answer: Answer, is_cancelled: Callable[[], bool], deadline: float
     ) -> AsyncIterator[Reply]:
         statistics = answer.sequence.statistics
-        deadline = time.monotonic() + min(answer.ask.time_limit, self._limits.time_limit)
         track = self._metrics.track(statistics)
         async with aclosing(self._loop.run(answer.sequence)) as stream:
             async for ids in stream:

@@ -11,8 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from ..engines.memory import CapacityError
+from ..engines.messages import InvalidRequest
+
 CANARY = "masw_canary"
 DRAFT_STATE = "draft state: "  # starts the message of a draft error the loop can repair
+
+
+class Overloaded(RuntimeError):
+    """As many requests wait as may; try again later."""
 
 
 def settings(args: dict) -> SimpleNamespace:
@@ -36,10 +43,23 @@ def response(pb_utils: Any, outputs: dict[str, np.ndarray]) -> Any:
     return pb_utils.InferenceResponse([pb_utils.Tensor(n, array) for n, array in outputs.items()])
 
 
-def failure(pb_utils: Any, error: Exception, invalid: bool) -> Any:
-    """A response that carries an error, INVALID_ARG for the user's own."""
-    code = pb_utils.TritonError.INVALID_ARG if invalid else pb_utils.TritonError.INTERNAL
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+def failure(pb_utils: Any, error: Exception) -> Any:
+    """A response that carries an error: INVALID_ARGUMENT for the user's own, and so on.
+
+    The status stands in front of the message too, because streams carry only that.
+    """
+    status, code = _status(error)
+    code = getattr(pb_utils.TritonError, code)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{status}: {error}", code))
+
+
+def _status(error: Exception) -> tuple[str, str]:
+    """gRPC's and Triton's name for the kind of an error."""
+    if isinstance(error, InvalidRequest | CapacityError):
+        return "INVALID_ARGUMENT", "INVALID_ARG"
+    if isinstance(error, Overloaded):
+        return "UNAVAILABLE", "UNAVAILABLE"
+    return "INTERNAL", "INTERNAL"
 
 
 def text(*values: str) -> np.ndarray:

@@ -29,7 +29,9 @@ class TritonPythonModel:
         try:
             await self.respond(request, sender)
         except ValueError as error:
-            refused = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
+            refused = pb_utils.TritonError(
+                f"INVALID_ARGUMENT: {error}", pb_utils.TritonError.INVALID_ARG
+            )
             sender.send(pb_utils.InferenceResponse(error=refused), flags=FINAL)
         except Exception as error:
             failed = pb_utils.TritonError(repr(error))

@@ -40,7 +40,7 @@ class TritonPythonModel:
         if isinstance(answer, DraftStateError):
             answer = DraftStateError(wire.DRAFT_STATE + str(answer))
         if isinstance(answer, Exception):
-            return wire.failure(pb_utils, answer, invalid=isinstance(answer, ValueError))
+            return wire.failure(pb_utils, answer)
         return self._proposal(answer.ids, answer.logits)
 
     def _proposal(self, ids, logits):

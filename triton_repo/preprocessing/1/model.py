@@ -26,7 +26,7 @@ class TritonPythonModel:
         try:
             ids = () if wire.is_canary(request) else self._ids(wire.inputs(request))
         except InvalidRequest as error:
-            return wire.failure(pb_utils, error, invalid=True)
+            return wire.failure(pb_utils, error)
         outputs = {
             "INPUT_ID": wire.batched(ids, np.int32),
             "REQUEST_INPUT_LEN": wire.batched(len(ids), np.int32),
@@ -35,4 +35,4 @@ class TritonPythonModel:
 
     def _ids(self, values):
         template = bool(values.get("APPLY_CHAT_TEMPLATE", [False])[0])
-        return self.codec.encode(text_of(values, "QUERY"), template)
+        return self.codec.encode(text_of({"text_input": values["QUERY"]}, "text_input"), template)

@@ -31,7 +31,7 @@ class TritonPythonModel:
             try:
                 calls.append(target_call(values))
             except InvalidRequest as error:
-                responses[place] = wire.failure(pb_utils, error, invalid=True)
+                responses[place] = wire.failure(pb_utils, error)
                 continue
             places.append(place)
             excluded = values.get("exclude_input_in_output", [True])[0]
@@ -42,8 +42,7 @@ class TritonPythonModel:
 
     def _respond(self, prompt, answer):
         if isinstance(answer, Exception):
-            invalid = isinstance(answer, InvalidRequest)
-            return wire.failure(pb_utils, answer, invalid)
+            return wire.failure(pb_utils, answer)
         return self._verdict((*prompt, *answer.ids))
 
     def _verdict(self, ids):

@@ -84,4 +84,4 @@ class TritonPythonModel:
     def _failure(self, error):
         if not isinstance(error, InvalidRequest):
             pb_utils.Logger.log_error(f"request failed: {error!r}")
-        return wire.failure(pb_utils, error, isinstance(error, InvalidRequest))
+        return wire.failure(pb_utils, error)
