@@ -78,7 +78,7 @@ class Record:
         """JSON-ready, with machine, versions and date of now."""
         return {
             "command": self.command,
-            "arguments": sys.argv[1:],
+            "arguments": [_without_folder(word) for word in sys.argv[1:]],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
@@ -163,3 +163,8 @@ def progress(total: int) -> Iterator[Tick]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda text: bar.update(task, description=text, advance=1)
+
+
+def _without_folder(word: str) -> str:
+    """An absolute path by its name alone: where a file lay says nothing to others."""
+    return Path(word).name if word.startswith("/") else word
