@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 from masw.engines.messages import DraftStateError
 from masw.engines.pair import DraftMode, load_draft
 from masw.triton_repo import wire
+from masw.triton_repo.cores import Cores
 from masw.triton_repo.ports import draft_call
 
 
@@ -19,6 +20,7 @@ class TritonPythonModel:
         config = wire.settings(args)
         if config.engine_threads:
             torch.set_num_threads(config.engine_threads)
+        self.cores = Cores(Path(args["model_repository"]).parent)
         self.draft = None
         if config.draft_mode != DraftMode.NONE:
             self.draft = load_draft(Path(config.recipe), config.draft_mode, config.max_sequences)
@@ -31,7 +33,8 @@ class TritonPythonModel:
                 continue
             places.append(place)
             calls.append(draft_call(wire.inputs(request)))
-        answers = self.draft.propose(calls) if calls else []
+        with self.cores:
+            answers = self.draft.propose(calls) if calls else []
         for place, answer in zip(places, answers, strict=True):
             responses[place] = self._respond(answer)
         return responses

@@ -9,6 +9,7 @@ import triton_python_backend_utils as pb_utils
 from masw.engines.messages import InvalidRequest
 from masw.engines.pair import load_target
 from masw.triton_repo import wire
+from masw.triton_repo.cores import Cores
 from masw.triton_repo.ports import target_call
 
 
@@ -19,6 +20,7 @@ class TritonPythonModel:
         config = wire.settings(args)
         if config.engine_threads:
             torch.set_num_threads(config.engine_threads)
+        self.cores = Cores(Path(args["model_repository"]).parent)
         self.target = load_target(Path(config.recipe), config.max_sequences)
 
     def execute(self, requests):
@@ -36,7 +38,9 @@ class TritonPythonModel:
             places.append(place)
             excluded = values.get("exclude_input_in_output", [True])[0]
             prompts.append(() if excluded else values["input_ids"].tolist())
-        for place, prompt, answer in zip(places, prompts, self.target.verify(calls), strict=True):
+        with self.cores:
+            answers = self.target.verify(calls)
+        for place, prompt, answer in zip(places, prompts, answers, strict=True):
             responses[place] = self._respond(prompt, answer)
         return responses
 
