@@ -86,6 +86,13 @@ class Block:
         return torch.where(self.kind == RAW, places, -1).amax(1)
 
     @cached_property
+    def state(self) -> Tensor:
+        """(3, B) int32 on the block's device: memory rows, fed lengths, and those after it."""
+        after = [n + count for n, count in zip(self.fed, self.raw_counts, strict=True)]
+        numbers = torch.tensor([self.rows, self.fed, after], dtype=torch.int32)
+        return numbers.to(self.kind.device, non_blocking=True)
+
+    @cached_property
     def extents(self) -> tuple[int, ...]:
         """Leading memory entries that hold anything, per sequence, before this block."""
         return tuple(self.rule.extent(n) for n in self.fed)

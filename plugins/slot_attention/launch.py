@@ -1,0 +1,179 @@
+"""Launches the kernels from torch: tile sizes, the number of key parts, and grids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .block import Block
+from .kernels import append_kernel, chunk_kernel, merge_kernel, partial_kernel
+from .rule import MemoryRule, SlotVisibility
+
+DECODE_ROWS = 256  # up to this many packed query rows (positions x G) keys are split into parts
+MOST_PARTS = 129  # of one row: 128 of memory and one of the new positions
+START_TILES = 2  # what starting a program costs, in key tiles
+APPEND_ROWS = 16  # positions per program of the append
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a launch is cut up. parts: 0 for the chunk kernel, which has them all in one."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    parts: int = 0
+
+
+def plan_launch(q: Tensor, block: Block, kv_heads: int, sm_count: int) -> Plan:
+    """The plan for q (B, H, N, D) over the memory of `block`."""
+    batch, heads, positions, dim = q.shape
+    rows = positions * heads // kv_heads
+    if rows > DECODE_ROWS:
+        return _chunk_plan(dim, q.element_size())
+    plan = _decode_plan(rows, dim, q.element_size())
+    programs = batch * kv_heads * triton.cdiv(rows, plan.block_m)
+    resident = sm_count * (3 if dim <= 64 else 2)  # bounded by registers
+    parts = count_parts(programs, max(block.extents), plan.block_n, resident)
+    return Plan(plan.block_m, plan.block_n, plan.warps, plan.stages, parts)
+
+
+def count_parts(programs: int, entries: int, block_n: int, resident: int) -> int:
+    """Key parts that keep the device busy: 1, or those of memory and one for the new positions.
+
+    programs: how many run without splitting; entries: the most any sequence has in memory;
+    resident: programs that run at once. Minimises rounds of programs x (key tiles of each and
+    what starting one costs).
+    """
+    tiles = triton.cdiv(entries, block_n)
+
+    def cost(parts: int) -> int:
+        rounds = triton.cdiv(programs * (parts + 1 if parts > 1 else 1), resident)
+        return rounds * (triton.cdiv(tiles, parts) + START_TILES)
+
+    parts = min(range(1, max(1, min(tiles, MOST_PARTS - 1)) + 1), key=cost)
+    return parts + 1 if parts > 1 else 1
+
+
+def _decode_plan(rows: int, dim: int, bytes_each: int) -> Plan:
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
+    if bytes_each == 4:
+        return Plan(16, 32, 4, 2)
+    return Plan(block_m, 32 if dim > 128 else 64, 4, 3 if dim <= 128 else 2)
+
+
+def _chunk_plan(dim: int, bytes_each: int) -> Plan:
+    if bytes_each == 4:
+        return Plan(32, 32, 4, 2)
+    if dim > 128:
+        return Plan(64, 32, 4, 2)
+    return Plan(128, 64, 8, 3)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def attend(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    memory_k: Tensor,
+    memory_v: Tensor,
+    block: Block,
+    plan: Plan | None = None,
+) -> Tensor:
+    """`op.slot_attention` by kernels. Returns (B, H, N, D), a view of (B, N, H, D)."""
+    batch, heads, positions, dim = q.shape
+    kv_heads, capacity = memory_k.shape[1:3]
+    _check_memory(memory_k, memory_v)
+    plan = plan or plan_launch(q, block, kv_heads, multiprocessors(q.device))
+    q, k_new, v_new = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_new, v_new))
+    rows, fed, _ = block.state
+    strides = [x.stride(i) for x in (q, k_new, v_new) for i in range(3)]
+    inputs = (q, k_new, v_new, memory_k, memory_v, rows, fed, block.times, block.kind)
+    out = q.new_empty(batch, positions, heads, dim)
+    constants = _head_constants(dim) | {
+        "G": heads // kv_heads,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "SCALE": math.log2(math.e) / math.sqrt(dim),
+        "DOT": dot_type(q.dtype),
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+    }
+    tiles = triton.cdiv(positions * heads // kv_heads, plan.block_m)
+    rule = rule_scalars(block.rule)
+    if plan.parts <= 1:
+        grid = (tiles, kv_heads, batch)
+        chunk_kernel[grid](*inputs, positions, capacity, *strides, *rule, out, **constants)
+        return out.transpose(1, 2)
+    shape = (batch, positions, heads, plan.parts)
+    partial = q.new_empty((*shape, dim), dtype=torch.float32)
+    lse = q.new_empty(shape, dtype=torch.float32)
+    grid = (tiles * plan.parts, kv_heads, batch)
+    partial_kernel[grid](
+        *inputs, positions, capacity, plan.parts, *strides, *rule, partial, lse, **constants
+    )
+    merge(partial, lse, out)
+    return out.transpose(1, 2)
+
+
+def merge(partial: Tensor, lse: Tensor, out: Tensor) -> None:
+    """Joins partial (B, N, H, parts, D) by lse (B, N, H, parts) into out (B, N, H, D)."""
+    parts, dim = partial.shape[-2:]
+    padded = triton.next_power_of_2(parts)
+    merge_kernel[(out.numel() // dim,)](
+        partial, lse, parts, out, **_head_constants(dim), PARTS_PAD=padded, num_warps=4
+    )
+
+
+def append(memory_k: Tensor, memory_v: Tensor, block: Block, k: Tensor, v: Tensor) -> None:
+    """Writes k, v (L, B, Hkv, N, D) of a block to memory (L, rows, Hkv, M, D) in one launch."""
+    layers, batch, kv_heads, positions, dim = k.shape
+    _check_memory(memory_k, memory_v)
+    rows, _, lengths = block.state
+    grid = (triton.cdiv(positions, APPEND_ROWS), kv_heads, layers * batch)
+    append_kernel[grid](
+        k.contiguous(), v.contiguous(), rows, lengths, block.times, block.kind,
+        batch, memory_k.shape[1], positions, memory_k.shape[3], *rule_scalars(block.rule)[:4],
+        memory_k, memory_v, **_head_constants(dim), BLOCK=APPEND_ROWS, num_warps=2,
+    )  # fmt: skip
+
+
+def rule_scalars(rule: MemoryRule) -> tuple[int, int, int, int, int]:
+    """sink, window, ring, interval and the delay from a slot's boundary to its birth."""
+    delay = 1 if rule.visibility is SlotVisibility.MATERIALIZED else rule.window
+    return rule.sink, rule.window, rule.ring, rule.interval, delay
+
+
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """The type products are made of; Triton's interpreter cannot multiply bfloat16."""
+    interpreted = triton.knobs.runtime.interpret
+    return tl.float32 if interpreted and dtype == torch.bfloat16 else TYPES[dtype]
+
+
+def _head_constants(dim: int) -> dict[str, int]:
+    return {"D": dim, "D_PAD": max(16, triton.next_power_of_2(dim))}
+
+
+def _check_memory(memory_k: Tensor, memory_v: Tensor) -> None:
+    if not (memory_k.is_contiguous() and memory_v.is_contiguous()):
+        raise ValueError("the kernels need contiguous memory_k and memory_v")
+    if math.prod(memory_k.shape[-2:]) >= 2**31:
+        raise ValueError(
+            f"memory has {memory_k.shape[-2]} entries of {memory_k.shape[-1]} values per head; "
+            "the kernels address fewer than 2**31 values"
+        )

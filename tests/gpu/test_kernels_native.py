@@ -1,0 +1,156 @@
+"""The slot-attention kernels against the dense oracle: natively on a GPU, or interpreted.
+
+`tests/unit/test_kernels.py` runs this file in Triton's interpreter, in a process of its own.
+"""
+
+import os
+
+import pytest
+import torch
+
+from masw.engines.memory import SlotMemory
+from masw.plugins.slot_attention.rule import PADDING, SLOT, MemoryRule
+from tests.kernel_cases import BOTH, RULES, SHAPES, SIZES, TOLERANCE, Case
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SAMPLES = 3 if INTERPRETED else 3 * len(SHAPES)
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device():
+    """Where the kernels run."""
+    if INTERPRETED:
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; tests/unit/test_kernels.py interprets these tests")
+    return "cuda"
+
+
+@pytest.fixture(scope="module")
+def launch(device):
+    """The module that launches the kernels; importing it needs Triton, and decides its mode."""
+    from masw.plugins.slot_attention import launch
+
+    return launch
+
+
+def plans(launch, case, inputs):
+    """The plan a device of 132 multiprocessors gets, and without splitting."""
+    planned = launch.plan_launch(inputs.q, inputs.block, case.kv_heads, 132)
+    whole = launch.Plan(planned.block_m, planned.block_n, planned.warps, planned.stages)
+    return [planned] if planned == whole else [planned, whole]
+
+
+@pytest.mark.parametrize("sample", range(SAMPLES))
+@pytest.mark.parametrize("size", SIZES)
+def test_attention_equals_the_dense_oracle(launch, device, size, sample):
+    """Ragged batches of every size over poisoned memories; shapes and rules in turn."""
+    seed = (sample * len(SIZES) + SIZES.index(size)) if INTERPRETED else sample
+    case = Case.sample(size, seed)
+    inputs = case.on(device)
+    for plan in plans(launch, case, inputs):
+        inputs.check(launch.attend(*inputs.arguments, plan=plan))
+
+
+@pytest.mark.parametrize("new", [(1, 1, 2), (2, 2, 0), (17, 4, 1)], ids=str)
+@pytest.mark.parametrize("parts", [0, 2, 3, 9, 40])
+def test_every_number_of_parts_gives_the_same(launch, device, parts, new):
+    """Also more parts than there are key tiles."""
+    case = Case(MemoryRule(16, 33, 16, 3), torch.float32, 64, 6, 2, (353, 47, 0), new)
+    inputs = case.on(device)
+    inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(64, 32, 4, 2, parts)))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_decode_steps_around_every_boundary(launch, device, rule):
+    """One new token at each fed length of a unit, where the ring is empty, filling and full."""
+    ring = rule.sink + rule.ring
+    fed = sorted({0, *range(rule.sink, rule.sink + 5), *range(ring - 2, ring + 4), 301})
+    fed = tuple(n for n in fed if n < 600)
+    case = Case(rule, torch.float32, 64, 2, 1, fed, (1,) * len(fed))
+    inputs = case.on(device)
+    for parts in (0, 3):
+        inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(16, 32, 4, 2, parts)))
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_rows_that_see_nothing_but_themselves(launch, device, parts):
+    """Window 1 without sinks or slots that are born yet: the output is the row's own value."""
+    case = Case(MemoryRule(0, 1, 1, 0), torch.float32, 64, 2, 1, (0, 9, 300), (3, 1, 2))
+    inputs = case.on(device)
+    out = launch.attend(*inputs.arguments, plan=launch.Plan(16, 32, 4, 2, parts))
+    inputs.check(out)
+    for i, count in enumerate(case.new):
+        torch.testing.assert_close(out[i, 0, :count], inputs.v_new[i, 0, :count])
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_a_batch_of_padding_gives_zeros(launch, device, parts):
+    case = Case(RULES[2], torch.float16, 64, 4, 1, (130, 47), (3, 0))
+    inputs = case.on(device)
+    out = launch.attend(*inputs.arguments, plan=launch.Plan(16, 64, 4, 2, parts))
+    assert (inputs.block.kind[1] == PADDING).all() and not out[1].any()
+    inputs.check(out)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_planned_launches_of_every_shape(launch, device, shape):
+    """A draft step of 2 positions, catch-up of 4, over some hundred entries."""
+    for new in ((1, 1), (2, 1)):
+        case = Case(MemoryRule(16, 33, 16, 4), *shape, (303, 48), new)
+        inputs = case.on(device)
+        plan = launch.plan_launch(inputs.q, inputs.block, case.kv_heads, 132)
+        assert plan.parts > 1
+        inputs.check(launch.attend(*inputs.arguments, plan=plan))
+
+
+# --- the append
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_append_writes_what_the_memory_writes(launch, device, rule, dtype):
+    """Bit for bit and nothing else, with chunks longer than the ring and idle rows."""
+    shape = {"layers": 2, "kv_heads": 2, "head_dim": 80, "rows": 4, "max_length": 400}
+    memory, generator = SlotMemory(rule, **shape, dtype=dtype), torch.Generator().manual_seed(0)
+    found = [x.clone().fill_(7).to(device) for x in (memory.k, memory.v)]
+    memory.k.fill_(7)
+    memory.v.fill_(7)
+    for new in ({3: 17, 0: 1}, {0: 3, 1: 150}, {3: 1, 2: 2, 0: 0}, {3: 129}, {0: 1, 1: 2, 2: 1}):
+        ids = [range(count) for count in new.values()]
+        block = memory.block(list(new), ids)
+        size = (2, 2, *block.kind.shape[:1], 2, block.kind.shape[1], 80)
+        k, v = torch.randn(size, generator=generator).to(dtype)
+        there = type(block).build(rule, block.rows, block.fed, ids, device)
+        launch.append(*found, there, k.to(device), v.to(device))
+        memory.write(block, k, v)
+        assert torch.equal(found[0].cpu(), memory.k) and torch.equal(found[1].cpu(), memory.v)
+    memory.check_integrity()
+
+
+# --- choices
+
+
+@pytest.mark.parametrize("visibility", BOTH)
+def test_cases_have_slots_and_padding(visibility):
+    """The sampled cases really cover what they are for."""
+    blocks = [Case.sample(size, seed).on("cpu").block for size in (3, 17) for seed in range(12)]
+    assert any((block.kind == SLOT).any() for block in blocks)
+    assert any((block.kind == PADDING).any() for block in blocks)
+
+
+@pytest.mark.parametrize(("programs", "entries"), [(1, 40), (8, 4096), (256, 32768), (9000, 64)])
+def test_part_counts_fill_the_device_and_never_exceed_the_tiles(launch, programs, entries):
+    parts = launch.count_parts(programs, entries, 64, 264)
+    assert parts == 1 or 3 <= parts <= min(launch.MOST_PARTS, -(-entries // 64) + 1)
+    if (programs, entries) == (8, 4096):
+        assert parts * programs > 132
+    if programs == 9000:
+        assert parts == 1
+
+
+def test_memories_that_cannot_be_addressed_are_refused(launch):
+    memory = torch.zeros(2, 2, 8, 16).transpose(1, 2)
+    with pytest.raises(ValueError, match="contiguous"):
+        launch.attend(*[torch.zeros(1, 2, 1, 16)] * 3, memory, memory, None)
