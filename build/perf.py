@@ -115,6 +115,34 @@ def draft_step(
 
 
 @app.command()
+def kernel(
+    shapes: Annotated[str, typer.Option(help="Head shapes: 1b, 3b, 8b.")] = "1b,3b,8b",
+    entries: Annotated[
+        str, typer.Option(help="Memory entries per sequence of the decode steps.")
+    ] = "512,2048,4096,8192,32768",
+    batches: Annotated[str, typer.Option(help="Batch sizes of the decode steps.")] = "1,8,32",
+    prefixes: Annotated[
+        str, typer.Option(help="Prefix lengths in tokens of the prefill chunks.")
+    ] = "8192,32768",
+    chunk: Annotated[int, typer.Option(help="Raw tokens of a prefill chunk.")] = 512,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    json_file: JsonFile = None,
+) -> None:
+    """Time and bandwidth of the slot-attention kernels on a CUDA device, beside torch's SDPA."""
+    from .bench import kernel as bench
+
+    with failures():
+        with usage():
+            settings = bench.KernelSettings(
+                words(shapes), numbers(entries), numbers(batches), numbers(prefixes), chunk, dtype
+            )
+        with progress(bench.ticks(settings)) as tick:
+            rows, rate = bench.measure_kernels(settings, tick)
+        record = bench.kernel_record(rows, rate, settings)
+        emit(record, bench.kernel_card(record), json_file)
+
+
+@app.command()
 def speedup(
     recipe: Recipe = EMBEDDED,
     documents: Documents = None,

@@ -133,7 +133,7 @@ class TorchDraft(Draft):
             sequence,
             list(call.new_ids[kept - call.start_position :]),
             min(call.draft_tokens, self.memory.max_length - committed + 1),
-            generator(call.seed) if sampled else None,
+            generator(call.seed, self.memory.k.device) if sampled else None,
         )
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -226,5 +226,5 @@ class TorchDraft(Draft):
         hidden, block = self.decoder.feed(self.memory, rows, pieces, self.adaptor)
         self.fed_tokens += sum(block.raw_counts)
         for i, turn in enumerate(turns):
-            turn.hidden = hidden[i, block.last_raw[i]]
+            turn.hidden = hidden[i, block.host.last_raw[i]]
             turn.sequence.fed.extend(pieces[i])

@@ -91,16 +91,23 @@ class SlotMemory:
     def write(self, block: Block, k: Tensor, v: Tensor) -> None:
         """Appends a processed block: raw tokens, evicting the oldest of the ring, and slots.
 
-        k, v: (L, B, Hkv, N, D) of the block's positions. Advances `fed`.
+        k, v: (L, B, Hkv, N, D) of the block's positions. Advances `fed`. On CUDA one kernel
+        writes all of it, and nothing here waits for it.
         """
+        for row, fed in zip(block.rows, block.fed, strict=True):
+            if self.fed[row] != fed:
+                raise ValueError(f"row {row} holds {self.fed[row]} tokens, not {fed}")
+        if self.k.is_cuda:
+            from ..plugins.slot_attention.launch import append  # Triton is there where CUDA is
+
+            append(self.k, self.v, block, k, v)
         for i, row in enumerate(block.rows):
-            if self.fed[row] != block.fed[i]:
-                raise ValueError(f"row {row} holds {self.fed[row]} tokens, not {block.fed[i]}")
             length = block.fed[i] + block.raw_counts[i]
-            places, entries = self._entries(block, i, length)
-            self.k[:, row, :, entries] = k[:, i, :, places]
-            self.v[:, row, :, entries] = v[:, i, :, places]
-            self._written[row, entries.cpu()] = block.times[i, places].cpu()
+            places, entries = self._entries(block.host, i, length)
+            if not self.k.is_cuda:
+                self.k[:, row, :, entries] = k[:, i, :, places]
+                self.v[:, row, :, entries] = v[:, i, :, places]
+            self._written[row, entries] = block.host.times[i, places]
             self.fed[row] = length
             self._peak[row] = max(self._peak[row], length)
 

@@ -122,7 +122,8 @@ class TorchTarget(Target):
 
     def _begin(self, place: int, call: TargetCall, taken: Sequence[_Cache]) -> _Turn:
         end_ids = self.decoder.config.eos_ids if call.end_ids is None else call.end_ids
-        random = None if call.sampling.greedy else generator(call.seed)
+        device = self.memory.k.device
+        random = None if call.sampling.greedy else generator(call.seed, device)
         free = [cache for cache in self._caches if cache not in taken]
         return _Turn(place, call, self._lease(call.ids, free), end_ids, random)
 
@@ -184,6 +185,8 @@ class TorchTarget(Target):
         call = turn.call
         logits = forbid_end(self.decoder.logits(hidden), turn.end_ids, call.min_tokens)
         draft_ids, draft_logits = call.proposal.ids, call.proposal.logits
+        if draft_logits is not None:
+            draft_logits = draft_logits.to(logits.device)
         tokens = accept(logits, draft_ids, draft_logits, call.sampling, turn.random)
         turn.output = until_end(tokens, turn.end_ids)
         kept = common_prefix(np.array(turn.output), np.array(draft_ids))

@@ -109,9 +109,16 @@ def _cpu_model() -> str:
 
 def versions() -> dict[str, str | None]:
     """Python, the libraries that matter, masw, and masw's commit where it runs from a checkout."""
-    names = ("torch", "transformers", "masw")
-    found = {name: importlib.metadata.version(name) for name in names}
+    found = {name: _version(name) for name in ("torch", "transformers", "masw")}
     return {"python": platform.python_version(), **found, "commit": commit()}
+
+
+def _version(name: str) -> str | None:
+    """An installed distribution's version; None for a checkout on the path."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str | None:

@@ -20,6 +20,7 @@ class Block:
     rows: memory row of each sequence. fed: fed length n of each sequence before this block.
     ids (B, N) int64: token whose embedding enters; for a slot the raw token it follows.
     times (B, N) int64: raw number t. kind (B, N) uint8: PADDING, RAW or SLOT.
+    on_host: where these tensors lie on a device, the same block on the CPU.
     """
 
     rule: MemoryRule
@@ -29,6 +30,7 @@ class Block:
     times: Tensor
     kind: Tensor
     raw_counts: tuple[int, ...]
+    on_host: Block | None = None
 
     @classmethod
     def build(
@@ -47,15 +49,19 @@ class Block:
         for i, stream in enumerate(streams):
             for whole, part in zip((ids, times, kind), stream, strict=True):
                 whole[i, : len(part)] = part
-        return cls(
-            rule,
-            tuple(rows),
-            tuple(fed),
-            ids.to(device),
-            times.to(device),
-            kind.to(device),
-            tuple(len(x) for x in new_ids),
-        )
+        counts = tuple(len(x) for x in new_ids)
+        block = cls(rule, tuple(rows), tuple(fed), ids, times, kind, counts)
+        return block if torch.device(device).type == "cpu" else block.to(device)
+
+    def to(self, device: torch.device | str) -> Block:
+        """This block of the CPU with its tensors on a device, sent without waiting."""
+        tensors = (x.to(device, non_blocking=True) for x in (self.ids, self.times, self.kind))
+        return Block(self.rule, self.rows, self.fed, *tensors, self.raw_counts, self)
+
+    @property
+    def host(self) -> Block:
+        """This block on the CPU: what is computed from it does not wait for a device."""
+        return self.on_host or self
 
     @cached_property
     def is_slot(self) -> Tensor:
@@ -65,14 +71,19 @@ class Block:
     @cached_property
     def slot_index(self) -> tuple[Tensor, Tensor] | None:
         """(batch, position) indices of the slot positions; None without any."""
-        index = self.is_slot.nonzero(as_tuple=True)
-        return index if len(index[0]) else None
+        return self._indices(self.host.is_slot)
 
     @cached_property
     def padding_index(self) -> tuple[Tensor, Tensor] | None:
         """(batch, position) indices of the padding positions; None without any."""
-        index = (self.kind == PADDING).nonzero(as_tuple=True)
-        return index if len(index[0]) else None
+        return self._indices(self.host.kind == PADDING)
+
+    def _indices(self, where: Tensor) -> tuple[Tensor, Tensor] | None:
+        batch, position = where.nonzero(as_tuple=True)
+        if not len(batch):
+            return None
+        device = self.kind.device
+        return batch.to(device, non_blocking=True), position.to(device, non_blocking=True)
 
     @cached_property
     def positions(self) -> Tensor:

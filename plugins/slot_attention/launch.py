@@ -65,14 +65,14 @@ def count_parts(programs: int, entries: int, block_n: int, resident: int) -> int
 
 def _decode_plan(rows: int, dim: int, bytes_each: int) -> Plan:
     block_m = min(max(16, triton.next_power_of_2(rows)), 64)
-    if bytes_each == 4:
-        return Plan(16, 32, 4, 2)
+    if bytes_each == 4:  # exact products hold their operands in registers
+        return Plan(16, 32, 8, 2)
     return Plan(block_m, 32 if dim > 128 else 64, 4, 3 if dim <= 128 else 2)
 
 
 def _chunk_plan(dim: int, bytes_each: int) -> Plan:
     if bytes_each == 4:
-        return Plan(32, 32, 4, 2)
+        return Plan(32, 32, 4, 2) if dim <= 64 else Plan(16, 32, 8, 2)
     if dim > 128:
         return Plan(64, 32, 4, 2)
     return Plan(128, 64, 8, 3)

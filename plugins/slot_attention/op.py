@@ -22,8 +22,13 @@ def slot_attention(
 
     q (B, H, N, D); k_new, v_new (B, Hkv, N, D), rotated; memory_k, memory_v (rows, Hkv, M, D) of
     one layer, where sequence i uses row block.rows[i]. Returns (B, H, N, D); padding rows are
-    zeros. The caller writes k_new and v_new to the memory afterwards.
+    zeros. The caller writes k_new and v_new to the memory afterwards. On CUDA the kernels do it,
+    unless gradients are needed.
     """
+    if q.is_cuda and not _needs_gradient(q, k_new, v_new):
+        from .launch import attend  # Triton is there where CUDA is
+
+        return attend(q, k_new, v_new, memory_k, memory_v, block)
     out = torch.stack(
         [
             _attend(
@@ -41,6 +46,10 @@ def slot_attention(
         batch, position = block.padding_index
         out[batch, :, position] = 0
     return out
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _attend(q, k_new, v_new, memory_k, memory_v, mask) -> Tensor:

@@ -50,6 +50,6 @@ class TritonPythonModel:
         empty = np.empty((1, 0, 0), np.float32)
         outputs = {
             "draft_input_ids": wire.batched(ids, np.int32),
-            "draft_logits": empty if logits is None else logits.numpy()[None],
+            "draft_logits": empty if logits is None else logits.cpu().numpy()[None],
         }
         return wire.response(pb_utils, outputs)
