@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -91,26 +92,37 @@ def draft_step(
     interval: Annotated[str, typer.Option(help="Slot intervals r to measure.")] = "8,4",
     rounds: Annotated[int, typer.Option(help="Interleaved repeats; medians are given.")] = 9,
     steps: Annotated[int, typer.Option(help="Draft steps per repeat.")] = 16,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="llama-3.2-3b or llama-3.1-8b: random weights of that shape instead of a "
+            "recipe's draft; full KV then uses torch's own attention.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; cuda needs --shape.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of random weights.")] = "bfloat16",
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Time of a draft step, memory and prefill time by prefix, for slots, window and full KV."""
-    from ..engines.pair import Pair
-    from ..engines.text import TextCodec
+    """Time of a draft step, memory and prefill time by prefix, for slots, window and full KV.
+
+    On CUDA a step is also measured as a CUDA graph, without the host's work.
+    """
     from .bench import draft_step as bench
-    from .bench.texts import plain_ids
 
     with failures():
-        folder = Path(prepare(recipe))
-        pair, decoder = Pair.load(folder), _decoder(folder / "draft", threads)
+        _use(threads)
         with usage():
-            settings = bench.StepSettings(
-                numbers(prefixes), numbers(interval), rounds, steps, pair.chunk, pair.memory
-            )
-        ids = plain_ids(TextCodec(folder / "draft"), max(settings.prefixes))
+            if device != "cpu" and shape is None:
+                raise ValueError("--device cuda measures random weights; give --shape")
+            settings = bench.StepSettings(numbers(prefixes), numbers(interval), rounds, steps)
+        if shape is None:
+            decoders, ids, common, settings = _recipe_steps(recipe, settings)
+        else:
+            decoders, ids, common = _random_steps(shape, device, dtype, settings)
         with progress(bench.ticks(settings)) as tick:
-            rows = bench.measure_steps(decoder, ids, settings, tick)
-        record = bench.steps_record(decoder, rows, settings, _common(folder, recipe, None))
+            rows = bench.measure_steps(decoders, ids, settings, tick)
+        record = bench.steps_record(decoders.draft, rows, settings, common)
         emit(record, bench.steps_card(record), json_file)
 
 
@@ -239,12 +251,37 @@ def _use(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _decoder(folder: Path, threads: int):
+def _recipe_steps(recipe: str, settings):
+    """Decoders, tokens, what the record states, and settings with the pair's chunk and memory."""
     from ..engines.decoder import Decoder
     from ..engines.pair import DTYPES, Pair
+    from ..engines.text import TextCodec
+    from .bench.draft_step import Decoders
+    from .bench.texts import plain_ids
 
-    _use(threads)
-    return Decoder.load(folder, DTYPES[Pair.load(folder.parent).dtype])
+    folder = Path(prepare(recipe))
+    pair = Pair.load(folder)
+    decoder = Decoder.load(folder / "draft", DTYPES[pair.dtype])
+    with usage():
+        settings = replace(settings, chunk=pair.chunk, memory=pair.memory)
+    ids = plain_ids(TextCodec(folder / "draft"), max(settings.prefixes))
+    return Decoders(decoder, decoder), ids, _common(folder, recipe, None), settings
+
+
+def _random_steps(shape: str, device: str, dtype: str, settings):
+    """Decoders of random weights, random tokens, and what the record states."""
+    from .bench import shapes
+    from .bench.cuda import device_facts
+    from .bench.draft_step import Decoders
+
+    with usage():
+        config, kind = shapes.shape_of(shape), shapes.type_of(dtype)
+    where = shapes.check_device(device)
+    decoder = shapes.random_decoder(config, kind, where)
+    ids = torch.randint(config.vocab_size, (max(settings.prefixes),)).tolist()
+    facts = device_facts(where) if where.type == "cuda" else {}
+    common = facts | {"shape": shape, "dtype": dtype, "weights": "random"}
+    return Decoders(decoder, shapes.with_plain_attention(decoder)), ids, common
 
 
 def _common(folder: Path, recipe: str, documents: Path | None) -> dict:

@@ -103,8 +103,14 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rotary), rotate(k, rotary)
-        out = slot_attention(q, k, v, *memory, block)  # (B, H, N, D)
+        out = self.attend(q, k, v, memory, block)  # (B, H, N, D)
         return self.o_proj(out.transpose(1, 2).flatten(2)), k, v
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor], block: Block
+    ) -> Tensor:
+        """(B, H, N, D) attention of the new positions over memory and each other."""
+        return slot_attention(q, k, v, *memory, block)
 
     def _keys_values(
         self, x: Tensor, block: Block, mirror: KeyValueMirror | None

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+import torch
 from rich.table import Table
 
 from ...engines.adaptor import AdaptorConfig
@@ -19,6 +20,8 @@ from .record import Check, Record, Tick, median, new_card, rounded, shown
 FULL, WINDOW = "full", "window"
 GROWTH_LIMITS = {8: 1.15, 4: 1.25}  # step at 8K / at 1K, by slot interval
 PREFILL_LIMIT = 1.2  # slots / full at 8K
+CUDA_GROWTH_LIMITS = {8: 1.10, 4: 1.10}  # step at 32K / at 1K
+CUDA_PREFILL_LIMIT = 1.0  # slots / full at 32K
 BYTES_LIMIT = 1.02  # measured / formula
 LONG = 32_768  # a length at which memory is told by allocation alone
 
@@ -71,7 +74,8 @@ def slots_mode(interval: int) -> str:
 class StepRow:
     """One mode at one prefix.
 
-    step_ms: median over the rounds. entries: memory entries per layer that hold something at this
+    step_ms: median over the rounds, the host's work included. graph_ms: a step as a CUDA graph,
+    None on the CPU. entries: memory entries per layer that hold something at this
     prefix. capacity, bytes: what is allocated for `max_length`; formula_bytes: what it should be.
     """
 
@@ -85,6 +89,12 @@ class StepRow:
     capacity: int
     bytes: int
     formula_bytes: int
+    graph_ms: float | None = None
+
+    @property
+    def device_ms(self) -> float:
+        """A step without the host where that was measured."""
+        return self.step_ms if self.graph_ms is None else self.graph_ms
 
 
 class Cell:
@@ -100,6 +110,8 @@ class Cell:
         """Feeds a chunk of the prefix."""
         started = time.perf_counter()
         self._call(ids, 0)
+        if self.draft.memory.k.is_cuda:
+            torch.cuda.synchronize()
         self.prefill_s += time.perf_counter() - started
         self._next = ids[-1]
 
@@ -118,17 +130,29 @@ class Cell:
         return answer
 
 
+@dataclass(frozen=True)
+class Decoders:
+    """The decoder of the drafts, and the one of full KV where that is another."""
+
+    draft: Decoder
+    full: Decoder
+
+    def of(self, mode: str) -> Decoder:
+        """The decoder of a mode."""
+        return self.full if mode == FULL else self.draft
+
+
 def measure_steps(
-    decoder: Decoder, ids: Sequence[int], settings: StepSettings, tick: Tick
+    decoders: Decoders, ids: Sequence[int], settings: StepSettings, tick: Tick
 ) -> list[StepRow]:
     """Prefills and steps of all modes, interleaved. ids: at least the longest prefix of tokens.
 
     The adaptors are copies of the backbone's projections: times do not depend on their weights.
     """
-    for cell in _cells(decoder, settings, min(settings.prefixes)):  # warm up
+    for cell in _cells(decoders, settings, min(settings.prefixes)):  # warm up
         cell.feed(ids[: cell.prefix])
         cell.step()
-    by_prefix = {prefix: _cells(decoder, settings, prefix) for prefix in settings.prefixes}
+    by_prefix = {prefix: _cells(decoders, settings, prefix) for prefix in settings.prefixes}
     for prefix, cells in by_prefix.items():
         tick(f"prefill of {prefix:,} tokens")
         _prefill(cells, ids[:prefix], settings.chunk)
@@ -150,10 +174,10 @@ def alternate(items: Sequence, number: int) -> Sequence:
     return items[::-1] if number % 2 else items
 
 
-def _cells(decoder: Decoder, settings: StepSettings, prefix: int) -> list[Cell]:
+def _cells(decoders: Decoders, settings: StepSettings, prefix: int) -> list[Cell]:
     length = settings.max_length(prefix)
     return [
-        Cell(mode, prefix, _draft(decoder, rule, settings, length), settings.steps)
+        Cell(mode, prefix, _draft(decoders.of(mode), rule, settings, length), settings.steps)
         for mode, rule in settings.rules(length).items()
     ]
 
@@ -197,7 +221,16 @@ def _row(cell: Cell, group: Sequence[Cell]) -> StepRow:
         capacity=memory.rule.capacity(memory.max_length),
         bytes=allocated_bytes(memory),
         formula_bytes=formula_bytes(cell.draft.decoder, memory.rule, memory.max_length),
+        graph_ms=rounded(_graph_ms(cell)),
     )
+
+
+def _graph_ms(cell: Cell) -> float | None:
+    if not cell.draft.memory.k.is_cuda:
+        return None
+    from .step_graph import graph_step_ms  # needs Triton
+
+    return graph_step_ms(cell.draft, cell.prefix)
 
 
 def allocated_bytes(memory: SlotMemory) -> int:
@@ -236,12 +269,13 @@ def long_memory(decoder: Decoder, settings: StepSettings) -> dict[str, dict[str,
 def growth(rows: Sequence[StepRow], mode: str) -> tuple[int, int, float | None]:
     """The longest prefix, the one nearest to 1,024, and the ratio of their step times.
 
-    The ratio is None where both are the same prefix.
+    The device's own times where they were measured. The ratio is None where both are the same
+    prefix.
     """
     mine = [row for row in rows if row.mode == mode]
     long = max(mine, key=lambda row: row.prefix)
     short = min(mine, key=lambda row: abs(row.prefix - 1024))
-    ratio = None if long is short else long.step_ms / short.step_ms
+    ratio = None if long is short else long.device_ms / short.device_ms
     return long.prefix, short.prefix, ratio
 
 
@@ -252,13 +286,16 @@ def steps_record(
     modes = list(dict.fromkeys(row.mode for row in rows))
     grown = {mode: growth(rows, mode) for mode in modes}
     long, short, _ = grown[FULL]
+    on_cuda = decoder.embed_tokens.weight.is_cuda
+    prefill_limit = CUDA_PREFILL_LIMIT if on_cuda else PREFILL_LIMIT
+    growth_limits = CUDA_GROWTH_LIMITS if on_cuda else GROWTH_LIMITS
     checks = [
         Check(f"{slots_mode(r)}: step at {long} / at {short}", grown[slots_mode(r)][2], limit)
-        for r, limit in GROWTH_LIMITS.items()
+        for r, limit in growth_limits.items()
         if r in settings.intervals
     ]
     checks += [
-        Check(f"{row.mode}: prefill / full at {long}", row.prefill_ratio, PREFILL_LIMIT)
+        Check(f"{row.mode}: prefill / full at {long}", row.prefill_ratio, prefill_limit)
         for row in rows
         if row.prefix == long and row.mode not in (FULL, WINDOW)
     ]
@@ -282,13 +319,14 @@ def steps_card(record: Record) -> Table:
     """Step time, memory and prefill of every mode at every prefix."""
     card = new_card(
         f"one draft step, {record.settings['dtype']}, batch 1",
-        ("mode", "prefix", "step ms", "entries", "MiB", "prefill s", "/ full"),
+        ("mode", "prefix", "step ms", "graph ms", "entries", "MiB", "prefill s", "/ full"),
     )
     for row in sorted(record.rows, key=lambda row: (row.mode, row.prefix)):
         card.add_row(
             row.mode,
             f"{row.prefix:,}",
             shown(row.step_ms),
+            shown(row.graph_ms),
             f"{row.entries:,}",
             shown(row.bytes / 2**20, ".1f"),
             shown(row.prefill_ms / 1e3),

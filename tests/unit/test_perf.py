@@ -5,12 +5,13 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from masw.build import perf
-from masw.build.bench import draft_step, generation, record, serving, speedup, texts
+from masw.build.bench import draft_step, generation, record, serving, shapes, speedup, texts
 from masw.clients.perf import ServingLoad
 from masw.clients.perf_analyzer import PerfAnalyzerError
 from masw.engines.adaptor import AdaptorConfig
@@ -21,7 +22,7 @@ from masw.engines.speculative import GenerationRequest
 from masw.engines.target import TorchTarget
 from masw.engines.text import TextCodec
 from masw.plugins.slot_attention.rule import MemoryRule
-from tests.models import save_model
+from tests.models import random_ids, save_model
 
 MEMORY = MemoryRule(sink=8, window=16, rollback=16, interval=4)
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}\n"
@@ -91,7 +92,9 @@ def last_json(result):
 def step_rows(bench):
     ticks = []
     ids = list(range(3, 3 + max(STEPS.prefixes)))
-    rows = draft_step.measure_steps(bench.draft, ids, STEPS, ticks.append)
+    rows = draft_step.measure_steps(
+        draft_step.Decoders(bench.draft, bench.draft), ids, STEPS, ticks.append
+    )
     assert len(ticks) == draft_step.ticks(STEPS)
     return {(row.mode, row.prefix): row for row in rows}
 
@@ -133,7 +136,8 @@ def test_a_memory_of_32_768_tokens_is_measured_by_allocation(bench):
 
 
 def test_steps_stay_near_the_prefix_and_hold_their_memory(bench):
-    cells = draft_step._cells(bench.draft, STEPS, 64)
+    decoders = draft_step.Decoders(bench.draft, bench.draft)
+    cells = draft_step._cells(decoders, STEPS, 64)
     for cell in cells:
         cell.feed(list(range(3, 67)))
         for count in (1, 2, 3):
@@ -352,3 +356,56 @@ def test_serve_says_why_perf_analyzer_cannot_run(folder, masw_perf, monkeypatch)
     result = masw_perf("serve", "--recipe", folder)
     assert result.exit_code == 1
     assert "masw-perf: cannot get the wheel" in result.output
+
+
+def test_the_plain_baseline_computes_what_the_decoder_does(folder):
+    """Chunks, catch-up and single tokens through torch's own attention, weights shared."""
+    decoder, rule = Decoder.load(folder / "draft"), MemoryRule.full(80)
+    plain, ids = shapes.with_plain_attention(decoder), random_ids(77)
+    assert plain.lm_head.weight.data_ptr() == decoder.lm_head.weight.data_ptr()
+    memories = [decoder.new_memory(rule, 1, 80) for _ in range(2)]
+    for start, end in ((0, 40), (40, 43), (43, 44), (44, 76), (76, 77)):
+        found, expected = (
+            model.feed(memory, [0], [ids[start:end]])[0]
+            for model, memory in zip((plain, decoder), memories, strict=True)
+        )
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert torch.equal(memories[0].k[0], memories[1].k[0])
+    memories[0].check_integrity()
+
+
+def test_random_decoders_have_the_sizes_of_their_shape():
+    tiny = replace(
+        shapes.shape_of("llama-3.2-3b"), layers=1, hidden_size=64, intermediate_size=96,
+        vocab_size=99, max_positions=64,
+    )  # fmt: skip
+    decoder = shapes.random_decoder(tiny, torch.bfloat16, torch.device("cpu"))
+    assert decoder.lm_head.weight is decoder.embed_tokens.weight
+    assert decoder.embed_tokens.weight.dtype == torch.bfloat16
+    assert decoder.rotary.cos.dtype == torch.float32 and len(decoder.rotary.cos) == 65
+    assert decoder.norm.weight.eq(1).all() and decoder.embed_tokens.weight.float().std() > 0.01
+    hidden, _ = decoder.feed(decoder.new_memory(MemoryRule.full(9), 1, 9), [0], [[3, 4, 5]])
+    assert hidden.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["kernel", "--shapes", "70b"], 2, "choose from 1b, 3b, 8b"),
+        (["kernel", "--entries", "100"], 2, "above 272"),
+        (["draft-step", "--shape", "gpt"], 2, "choose from llama-3.2-3b"),
+        (["draft-step", "--device", "cuda"], 2, "give --shape"),
+    ],
+)
+def test_measurements_on_a_device_refuse_wrong_settings(words, code, message):
+    done = CliRunner().invoke(perf.app, words, terminal_width=200)
+    assert done.exit_code == code and message in " ".join(done.output.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "words", [["kernel"], ["draft-step", "--shape", "llama-3.2-3b", "--device", "cuda"]]
+)
+def test_without_a_cuda_device_one_line_says_so(words):
+    done = CliRunner().invoke(perf.app, words)
+    assert done.exit_code == 1 and "CUDA device" in done.stderr.splitlines()[-1]

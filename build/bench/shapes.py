@@ -1,0 +1,100 @@
+"""Decoders of published shapes with random weights, to measure speed without weight files."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from ...engines.config import DecoderConfig, RopeConfig
+from ...engines.decoder import Attention, Decoder, RotaryTable
+from ...engines.pair import DTYPES
+from ...plugins.slot_attention.block import Block
+from .record import BenchError
+
+_ROPE = RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+_LLAMA = {
+    "family": "llama",
+    "vocab_size": 128_256,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "norm_eps": 1e-5,
+    "max_positions": 131_072,
+    "rope": _ROPE,
+}
+# The numbers of the models' config.json.
+SHAPES = {
+    "llama-3.2-3b": DecoderConfig(
+        **_LLAMA, hidden_size=3072, layers=28, heads=24, intermediate_size=8192,
+        tied_embeddings=True,
+    ),
+    "llama-3.1-8b": DecoderConfig(
+        **_LLAMA, hidden_size=4096, layers=32, heads=32, intermediate_size=14336,
+        tied_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+def shape_of(name: str) -> DecoderConfig:
+    """The sizes of a shape; raises ValueError for an unknown one."""
+    if name not in SHAPES:
+        raise ValueError(f"shape is {name!r}; choose from {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def type_of(name: str) -> torch.dtype:
+    """The torch type of a name; raises ValueError for another."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def random_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder of these sizes with small random weights, made on the device."""
+    with torch.device("meta"):
+        decoder = Decoder(config).to(dtype)
+    decoder.to_empty(device=device)
+    if config.tied_embeddings:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
+    decoder.rotary = RotaryTable(config).to(device)
+    for name, weight in decoder.named_parameters():
+        weight.data.fill_(1) if "norm" in name else weight.data.normal_(0, 0.02)
+    return decoder.requires_grad_(False).eval()
+
+
+class PlainAttention(Attention):
+    """The same layer over a plain cache of one sequence, by torch's own fused attention.
+
+    It puts the new keys into the cache first, as static caches do, beyond the fed length, where
+    `memory.write` puts them again.
+    """
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor], block: Block
+    ) -> Tensor:
+        """(1, H, N, D): causal attention that ends at the last key."""
+        [row], [fed], count = block.rows, block.fed, q.shape[2]
+        keys, values = (x[row : row + 1, :, : fed + count] for x in memory)
+        keys[:, :, fed:], values[:, :, fed:] = k, v
+        bias = causal_lower_right(count, fed + count) if count > 1 else None
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True)
+
+
+def with_plain_attention(decoder: Decoder) -> Decoder:
+    """A decoder that shares all weights but attends with `PlainAttention`."""
+    with torch.device("meta"):
+        plain = Decoder(decoder.config)
+        for layer in plain.layers:
+            layer.self_attn = PlainAttention(decoder.config)
+    plain.load_state_dict(decoder.state_dict(), assign=True)
+    plain.rotary = decoder.rotary
+    return plain.requires_grad_(False).eval()
+
+
+def check_device(name: str) -> torch.device:
+    """A usable device of this name; raises BenchError with the reason otherwise."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BenchError(f"device is {name}, but torch sees no CUDA device")
+    return device
