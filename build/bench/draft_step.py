@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from rich.table import Table
 
-from ...engines.adaptor import AdaptorConfig
+from ...engines.adaptor import Adaptor, AdaptorConfig
 from ...engines.decoder import Decoder
 from ...engines.draft import TorchDraft
 from ...engines.memory import SlotMemory
@@ -132,23 +132,32 @@ class Cell:
 
 @dataclass(frozen=True)
 class Decoders:
-    """The decoder of the drafts, and the one of full KV where that is another."""
+    """The decoder of the drafts, and the one of full KV where that is another.
+
+    The adaptors are copies of the backbone's projections: times do not depend on their weights.
+    """
 
     draft: Decoder
     full: Decoder
+    _adaptors: dict[MemoryRule, Adaptor] = field(default_factory=dict)
 
     def of(self, mode: str) -> Decoder:
         """The decoder of a mode."""
         return self.full if mode == FULL else self.draft
 
+    def adaptor(self, rule: MemoryRule) -> Adaptor | None:
+        """The adaptor of a rule, made once; None for a rule without slots."""
+        if rule.interval and rule not in self._adaptors:
+            shape = rule.sink, rule.window, rule.interval, rule.visibility
+            header = AdaptorConfig(self.draft.fingerprint(), *shape)
+            self._adaptors[rule] = self.draft.copy_adaptor(header)
+        return self._adaptors.get(rule)
+
 
 def measure_steps(
     decoders: Decoders, ids: Sequence[int], settings: StepSettings, tick: Tick
 ) -> list[StepRow]:
-    """Prefills and steps of all modes, interleaved. ids: at least the longest prefix of tokens.
-
-    The adaptors are copies of the backbone's projections: times do not depend on their weights.
-    """
+    """Prefills and steps of all modes, interleaved. ids: at least the longest prefix of tokens."""
     for cell in _cells(decoders, settings, min(settings.prefixes)):  # warm up
         cell.feed(ids[: cell.prefix])
         cell.step()
@@ -177,22 +186,18 @@ def alternate(items: Sequence, number: int) -> Sequence:
 def _cells(decoders: Decoders, settings: StepSettings, prefix: int) -> list[Cell]:
     length = settings.max_length(prefix)
     return [
-        Cell(mode, prefix, _draft(decoders.of(mode), rule, settings, length), settings.steps)
+        Cell(mode, prefix, _draft(decoders, mode, rule, settings, length), settings.steps)
         for mode, rule in settings.rules(length).items()
     ]
 
 
 def _draft(
-    decoder: Decoder, rule: MemoryRule, settings: StepSettings, max_length: int
+    decoders: Decoders, mode: str, rule: MemoryRule, settings: StepSettings, max_length: int
 ) -> TorchDraft:
-    adaptor = None
-    if rule.interval:
-        shape = rule.sink, rule.window, rule.interval, rule.visibility
-        adaptor = decoder.copy_adaptor(AdaptorConfig(decoder.fingerprint(), *shape))
     return TorchDraft(
-        decoder,
+        decoders.of(mode),
         rule,
-        adaptor,
+        decoders.adaptor(rule),
         max_sequences=1,
         max_length=max_length,
         max_draft_tokens=settings.steps,

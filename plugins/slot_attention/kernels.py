@@ -8,7 +8,8 @@ gaps, so nothing else is read and key tiles that no query sees do not exist:
     sinks | slots born by the tile's last time | ring entries alive at its first time, in time order
 
 Sinks and the slots born by the tile's *first* time come first and need no mask. Then come the new
-positions of the block itself. Scores are kept in base 2: `lse` is log2 of the sum of exponentials.
+positions of the block itself. All key tiles may be shared out among parts, whose outputs a second
+kernel merges. Scores are in base 2: `lse` is log2 of the sum of exponentials.
 
 Tensors, contiguous unless strides are given, last dimension contiguous always:
     q (B, H, N, D); k_new, v_new (B, Hkv, N, D), strided; memory_k, memory_v (rows, Hkv, M, D)
@@ -67,12 +68,17 @@ def _query_rows(times, kind, batch, tile, positions, G: tl.constexpr, BLOCK_M: t
 
 @triton.jit
 def _load_rows(base, row, d, keep, stride, D: tl.constexpr, D_PAD: tl.constexpr):
-    """(rows, D_PAD) values at base + row * stride; zeros where not `keep` and beyond D."""
-    at = base + row[:, None] * stride + d[None, :]
-    if D == D_PAD:
+    """(rows, D_PAD) values at base + row * stride; zeros beyond D and where not `keep`.
+
+    keep None: all rows.
+    """
+    at, columns = base + row[:, None] * stride + d[None, :], (d < D)[None, :]
+    if keep is None:
+        values = tl.load(at) if D == D_PAD else tl.load(at, mask=columns, other=0.0)
+    elif D == D_PAD:
         values = tl.load(at, mask=keep[:, None], other=0.0)
     else:
-        values = tl.load(at, mask=keep[:, None] & (d < D)[None, :], other=0.0)
+        values = tl.load(at, mask=keep[:, None] & columns, other=0.0)
     return values
 
 
@@ -88,9 +94,9 @@ def _attend(
 ):  # fmt: skip
     """Attention of one tile over its share of the keys.
 
-    Memory is shared out among all parts but the last, which has the new positions; a single part
-    has both. UNMASKED: give keys that all rows see a loop without a mask. Returns the rows'
-    position, head and `is_query`, and accumulator, maximum and sum of the online softmax.
+    The tiles of memory keys, then those of new positions, are shared out among the parts.
+    UNMASKED: give keys that all rows see a loop without a mask. Returns the rows' position, head
+    and `is_query`, and accumulator, maximum and sum of the online softmax.
     """
     position, head, time, is_query = _query_rows(times, kind, batch, tile, positions, G, BLOCK_M)
     first = tl.min(tl.where(is_query, time, NEVER), 0)
@@ -112,18 +118,26 @@ def _attend(
     place = (oldest - sink) % tl.maximum(ring, 1)
     keys = sinks + slots + in_ring
     base = (tl.load(rows + batch).to(tl.int64) * tl.num_programs(1) + kv_head) * capacity * D
-    share = tl.cdiv(tl.cdiv(keys, BLOCK_N), tl.maximum(parts - 1, 1)) * BLOCK_N
-    start, stop = part * share, tl.minimum(keys, (part + 1) * share)
+
+    # The new positions up to the tile's last; without slots only those in some query's window.
+    begin = tl.where((interval == 0) & (length >= sink), oldest - length, 0)
+    begin = tl.maximum(begin, 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G + 1, positions)
+    end = tl.where(last < 0, begin, end)
+
+    memory_tiles = tl.cdiv(keys, BLOCK_N)
+    share = tl.cdiv(memory_tiles + tl.cdiv(end - begin, BLOCK_N), parts)
+    start, stop = part * share * BLOCK_N, tl.minimum(keys, (part + 1) * share * BLOCK_N)
     lane = tl.arange(0, BLOCK_N)
 
     if UNMASKED:
         certain = sinks + _slots_born(first, length, sink, interval, delay)
-        even = tl.maximum(tl.minimum(certain, stop) // BLOCK_N * BLOCK_N, start)
+        even = tl.maximum(tl.minimum(certain // BLOCK_N * BLOCK_N, stop), start)
         for at in tl.range(start, even, BLOCK_N):
             u = at + lane
             entry = tl.where(u < sinks, u, u - sinks + sink + ring)
-            k = _load_rows(memory_k + base, entry, d, lane >= 0, D, D, D_PAD)
-            v = _load_rows(memory_v + base, entry, d, lane >= 0, D, D, D_PAD)
+            k = _load_rows(memory_k + base, entry, d, None, D, D, D_PAD)
+            v = _load_rows(memory_v + base, entry, d, None, D, D, D_PAD)
             acc, top, total = _add_keys(query, k, v, None, acc, top, total, SCALE, DOT, False)
         start = even
 
@@ -141,12 +155,9 @@ def _attend(
         seen = (birth[None, :] <= time[:, None]) & (time[:, None] < expiry[None, :])
         acc, top, total = _add_keys(query, k, v, seen, acc, top, total, SCALE, DOT, True)
 
-    # The new positions up to the tile's last; without slots only those in some query's window.
-    begin = tl.where((interval == 0) & (length >= sink), oldest - length, 0)
-    begin = tl.maximum(begin, 0) // BLOCK_N * BLOCK_N
-    end = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // G + 1, positions)
-    end = tl.where((last < 0) | (part < parts - 1), 0, end)
-    for at in tl.range(begin, end, BLOCK_N):
+    first_new = begin + tl.maximum(part * share - memory_tiles, 0) * BLOCK_N
+    after_new = begin + tl.maximum((part + 1) * share - memory_tiles, 0) * BLOCK_N
+    for at in tl.range(first_new, tl.minimum(end, after_new), BLOCK_N):
         n = at + lane
         inside = n < end
         key_time = tl.load(times + batch * positions + n, mask=inside, other=0).to(tl.int32)
@@ -155,8 +166,8 @@ def _attend(
         birth = tl.where(is_slot, key_time + delay, key_time)
         expiry = tl.where(is_slot | (key_time < sink), NEVER, key_time + window)
         expiry = tl.where(key_kind == PADDING, 0, expiry)
-        k = _load_rows(k_new + wide * k_b + kv_head * k_h, n, d, key_kind != PADDING, k_n, D, D_PAD)
-        v = _load_rows(v_new + wide * v_b + kv_head * v_h, n, d, key_kind != PADDING, v_n, D, D_PAD)
+        k = _load_rows(k_new + wide * k_b + kv_head * k_h, n, d, inside, k_n, D, D_PAD)
+        v = _load_rows(v_new + wide * v_b + kv_head * v_h, n, d, inside, v_n, D, D_PAD)
         seen = (birth[None, :] <= time[:, None]) & (time[:, None] < expiry[None, :])
         seen = seen | (n[None, :] == position[:, None])
         acc, top, total = _add_keys(query, k, v, seen, acc, top, total, SCALE, DOT, True)
@@ -171,9 +182,10 @@ def partial_kernel(
     sink, window, ring, interval, delay,
     partial, lse,
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr, DOT: tl.constexpr, UNMASKED: tl.constexpr,
 ):  # fmt: skip
-    """Decode: attention of every tile over one part of its keys. Grid (tiles * parts, Hkv, B)."""
+    """Attention of every tile over one part of its keys. Grid (tiles * parts, Hkv, B)."""
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     position, head, is_query, acc, top, total = _attend(
@@ -181,7 +193,7 @@ def partial_kernel(
         batch, kv_head, tile, part, parts, positions, capacity,
         q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
         sink, window, ring, interval, delay,
-        G, D, D_PAD, BLOCK_M, BLOCK_N, SCALE, DOT, False,
+        G, D, D_PAD, BLOCK_M, BLOCK_N, SCALE, DOT, UNMASKED,
     )  # fmt: skip
     heads = tl.num_programs(1) * G
     row = (batch.to(tl.int64) * positions + position) * heads + kv_head * G + head
@@ -219,16 +231,17 @@ def merge_kernel(
 
 
 @triton.jit(do_not_specialize=["positions", "capacity", *RULE])
-def chunk_kernel(
+def whole_kernel(
     q, k_new, v_new, memory_k, memory_v, rows, fed, times, kind,
     positions, capacity,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     sink, window, ring, interval, delay,
     out,
     G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALE: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr, DOT: tl.constexpr, UNMASKED: tl.constexpr,
 ):  # fmt: skip
-    """Prefill: attention of every tile over all of its keys. Grid (tiles, Hkv, B)."""
+    """Attention of every tile over all of its keys. Grid (tiles, Hkv, B)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles have the most keys
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     position, head, is_query, acc, _top, total = _attend(
@@ -236,7 +249,7 @@ def chunk_kernel(
         batch, kv_head, tile, 0, 1, positions, capacity,
         q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
         sink, window, ring, interval, delay,
-        G, D, D_PAD, BLOCK_M, BLOCK_N, SCALE, DOT, True,
+        G, D, D_PAD, BLOCK_M, BLOCK_N, SCALE, DOT, UNMASKED,
     )  # fmt: skip
     heads = tl.num_programs(1) * G
     row = (batch.to(tl.int64) * positions + position) * heads + kv_head * G + head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -12,70 +12,77 @@ import triton.language as tl
 from torch import Tensor
 
 from .block import Block
-from .kernels import append_kernel, chunk_kernel, merge_kernel, partial_kernel
+from .kernels import append_kernel, merge_kernel, partial_kernel, whole_kernel
 from .rule import MemoryRule, SlotVisibility
 
-DECODE_ROWS = 256  # up to this many packed query rows (positions x G) keys are split into parts
-MOST_PARTS = 129  # of one row: 128 of memory and one of the new positions
+DECODE_ROWS = 256  # more packed query rows (positions x G) of a sequence count as a chunk
+MOST_PARTS = 128
 START_TILES = 2  # what starting a program costs, in key tiles
+SPLIT_ROWS = 40  # rows whose partial outputs cost as much as a key tile to write and merge
 APPEND_ROWS = 16  # positions per program of the append
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a launch is cut up. parts: 0 for the chunk kernel, which has them all in one."""
+    """How a launch is cut up.
+
+    unmasked: whether keys that every row of a tile sees have a loop without a mask. per_sm:
+    programs that a multiprocessor holds at once (bounded by registers and shared memory).
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    parts: int = 0
+    unmasked: bool = False
+    per_sm: int = 2
+    parts: int = 1
 
 
 def plan_launch(q: Tensor, block: Block, kv_heads: int, sm_count: int) -> Plan:
     """The plan for q (B, H, N, D) over the memory of `block`."""
     batch, heads, positions, dim = q.shape
     rows = positions * heads // kv_heads
-    if rows > DECODE_ROWS:
-        return _chunk_plan(dim, q.element_size())
-    plan = _decode_plan(rows, dim, q.element_size())
+    cut = _decode_plan if rows <= DECODE_ROWS else _chunk_plan
+    plan = cut(rows, dim, q.element_size())
     programs = batch * kv_heads * triton.cdiv(rows, plan.block_m)
-    resident = sm_count * (3 if dim <= 64 else 2)  # bounded by registers
-    parts = count_parts(programs, max(block.extents), plan.block_n, resident)
-    return Plan(plan.block_m, plan.block_n, plan.warps, plan.stages, parts)
+    tiles = triton.cdiv(max(block.extents), plan.block_n) + triton.cdiv(positions, plan.block_n)
+    parts = count_parts(programs, tiles, plan.block_m, sm_count * plan.per_sm)
+    return replace(plan, parts=parts)
 
 
-def count_parts(programs: int, entries: int, block_n: int, resident: int) -> int:
-    """Key parts that keep the device busy: 1, or those of memory and one for the new positions.
+def count_parts(programs: int, tiles: int, block_m: int, resident: int) -> int:
+    """Parts of the key tiles, so that the device is busy and programs are not too short.
 
-    programs: how many run without splitting; entries: the most any sequence has in memory;
-    resident: programs that run at once. Minimises rounds of programs x (key tiles of each and
-    what starting one costs).
+    programs: how many run without splitting; tiles: key tiles of one; resident: programs that
+    run at once. Minimises rounds x (key tiles of a program + what it costs besides).
     """
-    tiles = triton.cdiv(entries, block_n)
 
     def cost(parts: int) -> int:
-        rounds = triton.cdiv(programs * (parts + 1 if parts > 1 else 1), resident)
-        return rounds * (triton.cdiv(tiles, parts) + START_TILES)
+        besides = START_TILES + (block_m // SPLIT_ROWS if parts > 1 else 0)
+        return triton.cdiv(programs * parts, resident) * (triton.cdiv(tiles, parts) + besides)
 
-    parts = min(range(1, max(1, min(tiles, MOST_PARTS - 1)) + 1), key=cost)
-    return parts + 1 if parts > 1 else 1
+    return min(range(1, min(tiles, MOST_PARTS) + 1), key=cost)
 
 
 def _decode_plan(rows: int, dim: int, bytes_each: int) -> Plan:
-    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
     if bytes_each == 4:  # exact products hold their operands in registers
         return Plan(16, 32, 8, 2)
-    return Plan(block_m, 32 if dim > 128 else 64, 4, 3 if dim <= 128 else 2)
-
-
-def _chunk_plan(dim: int, bytes_each: int) -> Plan:
-    if bytes_each == 4:
-        return Plan(32, 32, 4, 2) if dim <= 64 else Plan(16, 32, 8, 2)
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
     if dim > 128:
-        return Plan(64, 32, 4, 2)
-    return Plan(128, 64, 8, 3)
+        return Plan(block_m, 32, 4, 2)
+    if block_m == 64:
+        return Plan(64, 64, 4, 2)
+    return Plan(block_m, 64, 4, 3, per_sm=3 if dim <= 64 else 2)
+
+
+def _chunk_plan(rows: int, dim: int, bytes_each: int) -> Plan:
+    if bytes_each == 4:
+        return Plan(32, 32, 4, 2, True) if dim <= 64 else Plan(16, 32, 8, 2, True)
+    if dim > 128:
+        return Plan(64, 32, 4, 2, True)
+    return Plan(128, 64, 8, 3, True, per_sm=1)
 
 
 @cache
@@ -111,14 +118,15 @@ def attend(
         "BLOCK_N": plan.block_n,
         "SCALE": math.log2(math.e) / math.sqrt(dim),
         "DOT": dot_type(q.dtype),
+        "UNMASKED": plan.unmasked,
         "num_warps": plan.warps,
         "num_stages": plan.stages,
     }
     tiles = triton.cdiv(positions * heads // kv_heads, plan.block_m)
     rule = rule_scalars(block.rule)
-    if plan.parts <= 1:
+    if plan.parts == 1:
         grid = (tiles, kv_heads, batch)
-        chunk_kernel[grid](*inputs, positions, capacity, *strides, *rule, out, **constants)
+        whole_kernel[grid](*inputs, positions, capacity, *strides, *rule, out, **constants)
         return out.transpose(1, 2)
     shape = (batch, positions, heads, plan.parts)
     partial = q.new_empty((*shape, dim), dtype=torch.float32)

@@ -4,6 +4,7 @@
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from masw.plugins.slot_attention.rule import PADDING, SLOT, MemoryRule
 from tests.kernel_cases import BOTH, RULES, SHAPES, SIZES, TOLERANCE, Case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SAMPLES = 3 if INTERPRETED else 3 * len(SHAPES)
+SAMPLES = 3 if INTERPRETED else 2 * len(SHAPES)
 pytestmark = pytest.mark.gpu
 
 
@@ -36,10 +37,14 @@ def launch(device):
 
 
 def plans(launch, case, inputs):
-    """The plan a device of 132 multiprocessors gets, and without splitting."""
+    """The plan of a device of 132 multiprocessors, without splitting, and in 3 parts.
+
+    The interpreter's time goes by programs, so there they are few and large.
+    """
     planned = launch.plan_launch(inputs.q, inputs.block, case.kv_heads, 132)
-    whole = launch.Plan(planned.block_m, planned.block_n, planned.warps, planned.stages)
-    return [planned] if planned == whole else [planned, whole]
+    if INTERPRETED:
+        planned = replace(planned, block_m=64, block_n=64, parts=2)
+    return {planned, replace(planned, parts=1), replace(planned, parts=3)}
 
 
 @pytest.mark.parametrize("sample", range(SAMPLES))
@@ -49,17 +54,18 @@ def test_attention_equals_the_dense_oracle(launch, device, size, sample):
     seed = (sample * len(SIZES) + SIZES.index(size)) if INTERPRETED else sample
     case = Case.sample(size, seed)
     inputs = case.on(device)
-    for plan in plans(launch, case, inputs):
+    for plan in sorted(plans(launch, case, inputs), key=str)[: 2 if INTERPRETED else 3]:
         inputs.check(launch.attend(*inputs.arguments, plan=plan))
 
 
 @pytest.mark.parametrize("new", [(1, 1, 2), (2, 2, 0), (17, 4, 1)], ids=str)
-@pytest.mark.parametrize("parts", [0, 2, 3, 9, 40])
+@pytest.mark.parametrize("parts", [1, 2, 3, 40])
 def test_every_number_of_parts_gives_the_same(launch, device, parts, new):
     """Also more parts than there are key tiles."""
-    case = Case(MemoryRule(16, 33, 16, 3), torch.float32, 64, 6, 2, (353, 47, 0), new)
+    rule = MemoryRule(16, 33, 16, 3)
+    case = Case(rule, torch.float32, 64, 6, 2, (353, 47, 0), new)
     inputs = case.on(device)
-    inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(64, 32, 4, 2, parts)))
+    inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(64, 32, 4, 2, parts=parts)))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -70,26 +76,26 @@ def test_decode_steps_around_every_boundary(launch, device, rule):
     fed = tuple(n for n in fed if n < 600)
     case = Case(rule, torch.float32, 64, 2, 1, fed, (1,) * len(fed))
     inputs = case.on(device)
-    for parts in (0, 3):
-        inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(16, 32, 4, 2, parts)))
+    for parts in (1, 3):
+        inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(16, 32, 4, 2, parts=parts)))
 
 
-@pytest.mark.parametrize("parts", [0, 3])
+@pytest.mark.parametrize("parts", [1, 3])
 def test_rows_that_see_nothing_but_themselves(launch, device, parts):
     """Window 1 without sinks or slots that are born yet: the output is the row's own value."""
     case = Case(MemoryRule(0, 1, 1, 0), torch.float32, 64, 2, 1, (0, 9, 300), (3, 1, 2))
     inputs = case.on(device)
-    out = launch.attend(*inputs.arguments, plan=launch.Plan(16, 32, 4, 2, parts))
+    out = launch.attend(*inputs.arguments, plan=launch.Plan(16, 32, 4, 2, parts=parts))
     inputs.check(out)
     for i, count in enumerate(case.new):
         torch.testing.assert_close(out[i, 0, :count], inputs.v_new[i, 0, :count])
 
 
-@pytest.mark.parametrize("parts", [0, 4])
+@pytest.mark.parametrize("parts", [1, 4])
 def test_a_batch_of_padding_gives_zeros(launch, device, parts):
     case = Case(RULES[2], torch.float16, 64, 4, 1, (130, 47), (3, 0))
     inputs = case.on(device)
-    out = launch.attend(*inputs.arguments, plan=launch.Plan(16, 64, 4, 2, parts))
+    out = launch.attend(*inputs.arguments, plan=launch.Plan(16, 64, 4, 2, parts=parts))
     assert (inputs.block.kind[1] == PADDING).all() and not out[1].any()
     inputs.check(out)
 
@@ -140,12 +146,12 @@ def test_cases_have_slots_and_padding(visibility):
     assert any((block.kind == PADDING).any() for block in blocks)
 
 
-@pytest.mark.parametrize(("programs", "entries"), [(1, 40), (8, 4096), (256, 32768), (9000, 64)])
-def test_part_counts_fill_the_device_and_never_exceed_the_tiles(launch, programs, entries):
-    parts = launch.count_parts(programs, entries, 64, 264)
-    assert parts == 1 or 3 <= parts <= min(launch.MOST_PARTS, -(-entries // 64) + 1)
-    if (programs, entries) == (8, 4096):
-        assert parts * programs > 132
+@pytest.mark.parametrize(("programs", "tiles"), [(1, 1), (8, 65), (256, 512), (9000, 2), (20, 3)])
+def test_parts_fill_the_device_and_never_exceed_the_tiles(launch, programs, tiles):
+    parts = launch.count_parts(programs, tiles, 16, 264)
+    assert 1 <= parts <= min(tiles, launch.MOST_PARTS)
+    if (programs, tiles) == (8, 65):
+        assert 132 < parts * programs <= 264
     if programs == 9000:
         assert parts == 1
 
