@@ -58,8 +58,8 @@ def test_attention_equals_the_dense_oracle(launch, device, size, sample):
         inputs.check(launch.attend(*inputs.arguments, plan=plan))
 
 
-@pytest.mark.parametrize("new", [(1, 1, 2), (2, 2, 0), (17, 4, 1)], ids=str)
-@pytest.mark.parametrize("parts", [1, 2, 3, 40])
+@pytest.mark.parametrize("new", [(1, 1, 2), (2, 2, 0), (9, 4, 1)], ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3, 20])
 def test_every_number_of_parts_gives_the_same(launch, device, parts, new):
     """Also more parts than there are key tiles."""
     rule = MemoryRule(16, 33, 16, 3)
@@ -74,10 +74,10 @@ def test_decode_steps_around_every_boundary(launch, device, rule):
     ring = rule.sink + rule.ring
     fed = sorted({0, *range(rule.sink, rule.sink + 5), *range(ring - 2, ring + 4), 301})
     fed = tuple(n for n in fed if n < 600)
-    case = Case(rule, torch.float32, 64, 2, 1, fed, (1,) * len(fed))
+    case = Case(rule, torch.float16, 64, 2, 1, fed, (1,) * len(fed))
     inputs = case.on(device)
     for parts in (1, 3):
-        inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(16, 32, 4, 2, parts=parts)))
+        inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(16, 64, 4, 2, parts=parts)))
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -114,10 +114,10 @@ def test_planned_launches_of_every_shape(launch, device, shape):
 # --- the append
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_append_writes_what_the_memory_writes(launch, device, rule, dtype):
+def test_append_writes_what_the_memory_writes(launch, device, rule):
     """Bit for bit and nothing else, with chunks longer than the ring and idle rows."""
+    dtype = list(TOLERANCE)[RULES.index(rule) % len(TOLERANCE)]
     shape = {"layers": 2, "kv_heads": 2, "head_dim": 80, "rows": 4, "max_length": 400}
     memory, generator = SlotMemory(rule, **shape, dtype=dtype), torch.Generator().manual_seed(0)
     found = [x.clone().fill_(7).to(device) for x in (memory.k, memory.v)]
