@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from masw.engines.memory import SlotMemory
-from masw.plugins.slot_attention.rule import PADDING, SLOT, MemoryRule
+from masw.plugins.slot_attention.block import Block
+from masw.plugins.slot_attention.rule import PADDING, RAW, SLOT, MemoryRule
 from tests.kernel_cases import BOTH, RULES, SHAPES, SIZES, TOLERANCE, Case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -80,6 +81,16 @@ def test_decode_steps_around_every_boundary(launch, device, rule):
         inputs.check(launch.attend(*inputs.arguments, plan=launch.Plan(16, 64, 4, 2, parts=parts)))
 
 
+@pytest.mark.parametrize("visibility", BOTH)
+def test_keys_without_a_mask_end_at_every_offset_of_a_tile(launch, device, visibility):
+    """Fed lengths at which the slots that all rows see end before, at and after a tile's end."""
+    fed = tuple(range(78, 88) if INTERPRETED else range(70, 102))
+    case = Case(MemoryRule(3, 5, 3, 1, visibility), torch.float16, 64, 2, 1, fed, (2,) * len(fed))
+    inputs = case.on(device)
+    plan = launch.Plan(16, 16, 4, 2, unmasked=True)
+    inputs.check(launch.attend(*inputs.arguments, plan=plan))
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_rows_that_see_nothing_but_themselves(launch, device, parts):
     """Window 1 without sinks or slots that are born yet: the output is the row's own value."""
@@ -128,11 +139,24 @@ def test_append_writes_what_the_memory_writes(launch, device, rule):
         block = memory.block(list(new), ids)
         size = (2, 2, *block.kind.shape[:1], 2, block.kind.shape[1], 80)
         k, v = torch.randn(size, generator=generator).to(dtype)
-        there = type(block).build(rule, block.rows, block.fed, ids, device)
+        there = Block.build(rule, block.rows, block.fed, ids, device)
         launch.append(*found, there, k.to(device), v.to(device))
         memory.write(block, k, v)
         assert torch.equal(found[0].cpu(), memory.k) and torch.equal(found[1].cpu(), memory.v)
     memory.check_integrity()
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.ring], ids=str)
+def test_append_leaves_overwritten_tokens_out(launch, device, rule):
+    """Without the tokens that overwrite them they would show: the ring stays as it was."""
+    count = rule.ring + 40
+    block = Block.build(rule, [0], [rule.sink], [range(count)], device)
+    kept = (block.kind == RAW) & (block.times < rule.sink + 40)
+    without = replace(block, kind=torch.where(kept, RAW, PADDING).to(torch.uint8))
+    memory = torch.full((2, 1, 1, 1, rule.capacity(600), 64), 7.0, device=device)
+    new = torch.zeros(2, 1, 1, 1, block.kind.shape[1], 64, device=device)
+    launch.append(*memory, without, *new)
+    assert (memory == 7).all()
 
 
 # --- choices
