@@ -10,7 +10,7 @@ import torch
 from .record import BenchError, median
 
 ROTATED_BYTES = 2**28  # buffers in turn hold at least this, so that no cache holds them all
-MOST_BUFFERS = 64
+MOST_BUFFERS = 128
 ROUNDS = 5
 
 
