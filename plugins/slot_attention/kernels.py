@@ -99,8 +99,13 @@ def _attend(
     and `is_query`, and accumulator, maximum and sum of the online softmax.
     """
     position, head, time, is_query = _query_rows(times, kind, batch, tile, positions, G, BLOCK_M)
-    first = tl.min(tl.where(is_query, time, NEVER), 0)
-    last = tl.max(tl.where(is_query, time, -1), 0)
+    length = tl.load(fed + batch).to(tl.int32)
+    # Times of the tile's first and last query. Without the loop for them bounds will do, and the
+    # first keys need not wait for the times to arrive.
+    first, last = length, length + positions - 1
+    if UNMASKED:
+        first = tl.min(tl.where(is_query, time, NEVER), 0)
+        last = tl.max(tl.where(is_query, time, -1), 0)
     d = tl.arange(0, D_PAD)
     wide = batch.to(tl.int64)
     q_offset = (kv_head * G + head) * q_h + position * q_n
@@ -110,7 +115,6 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
 
     # What the tile sees of the memory.
-    length = tl.load(fed + batch).to(tl.int32)
     sinks = tl.where(last < 0, 0, tl.minimum(length, sink))
     slots = _slots_born(last, length, sink, interval, delay)
     oldest = tl.maximum(first - window + 1, sink)  # time of the first ring entry that is seen

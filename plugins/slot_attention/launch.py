@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -42,12 +42,20 @@ class Plan:
 
 def plan_launch(q: Tensor, block: Block, kv_heads: int, sm_count: int) -> Plan:
     """The plan for q (B, H, N, D) over the memory of `block`."""
-    batch, heads, positions, dim = q.shape
+    entries = triton.cdiv(max(block.extents), 32) * 32  # fewer different plans
+    return _plan(*q.shape, q.element_size(), kv_heads, entries, sm_count)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    batch: int, heads: int, positions: int, dim: int,
+    bytes_each: int, kv_heads: int, entries: int, sm_count: int,
+) -> Plan:  # fmt: skip
     rows = positions * heads // kv_heads
     cut = _decode_plan if rows <= DECODE_ROWS else _chunk_plan
-    plan = cut(rows, dim, q.element_size())
+    plan = cut(rows, dim, bytes_each)
     programs = batch * kv_heads * triton.cdiv(rows, plan.block_m)
-    tiles = triton.cdiv(max(block.extents), plan.block_n) + triton.cdiv(positions, plan.block_n)
+    tiles = triton.cdiv(entries, plan.block_n) + triton.cdiv(positions, plan.block_n)
     parts = count_parts(programs, tiles, plan.block_m, sm_count * plan.per_sm)
     return replace(plan, parts=parts)
 
@@ -74,7 +82,7 @@ def _decode_plan(rows: int, dim: int, bytes_each: int) -> Plan:
         return Plan(block_m, 32, 4, 2)
     if block_m == 64:
         return Plan(64, 64, 4, 2)
-    return Plan(block_m, 64, 4, 3, per_sm=3 if dim <= 64 else 2)
+    return Plan(block_m, 64, 4, 3, per_sm=4 if dim <= 64 else 3)
 
 
 def _chunk_plan(rows: int, dim: int, bytes_each: int) -> Plan:
