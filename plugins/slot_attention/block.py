@@ -98,10 +98,15 @@ class Block:
 
     @cached_property
     def state(self) -> Tensor:
-        """(3, B) int32 on the block's device: memory rows, fed lengths, and those after it."""
+        """(3, >= B) int32 on the block's device: memory rows, fed lengths, and those after it.
+
+        Padded on the right to a multiple of 4, so that each row is aligned to 16 bytes: kernels
+        are compiled anew for another alignment.
+        """
         after = [n + count for n, count in zip(self.fed, self.raw_counts, strict=True)]
-        numbers = torch.tensor([self.rows, self.fed, after], dtype=torch.int32)
-        return numbers.to(self.kind.device, non_blocking=True)
+        spare = (0,) * (-len(self.rows) % 4)
+        numbers = [[*x, *spare] for x in (self.rows, self.fed, after)]
+        return torch.tensor(numbers, dtype=torch.int32).to(self.kind.device, non_blocking=True)
 
     @cached_property
     def extents(self) -> tuple[int, ...]:
