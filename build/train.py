@@ -19,6 +19,7 @@ from ..engines.decoder import Decoder
 from ..engines.pair import DTYPES
 from ..engines.text import TextCodec
 from .adaptor import comparison as comparing
+from .adaptor.ablation import Laboratory, read_arms
 from .adaptor.prompts import CODE, TEXT, PromptMaker, read_meetings, read_texts
 from .adaptor.run import Run, train
 from .adaptor.samples import read_samples, write_samples
@@ -258,3 +259,46 @@ def evaluate(
             summaries = comparing.compare(comparison, decoder, chosen, tick, distances)
         record = comparing.record(comparison, dtype, device, summaries)
         emit(record, comparing.card(summaries), json_file)
+
+
+@app.command()
+def ablate(
+    samples: Annotated[Path, typer.Argument(help="What `masw-train answers` wrote.")],
+    out: Annotated[Path, typer.Option(help="Folder of results; those in it are not made again.")],
+    sft_data: Annotated[list[str], typer.Option(help="Data of stage sft, NAME=PATH.")],
+    pretrain_data: Annotated[list[str], typer.Option(help="Data of stage pretrain.")],
+    groups: Annotated[str, typer.Option(help="Groups of arms by comma; none = all.")] = "",
+    lengths: Numbers = "2304",
+    batch_tokens: int = 9216,
+    micro_tokens: int = 2304,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps per arm.")] = 60,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    per_kind: Annotated[int, typer.Option(help="Samples per kind and prefix.")] = 8,
+    model: Model = EMBEDDED,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+) -> None:
+    """Trains and evaluates the arms of build/adaptor/ablations.yaml, briefly each."""
+    with failures():
+        base = {
+            "lengths": numbers(lengths),
+            "batch_tokens": batch_tokens,
+            "micro_tokens": micro_tokens,
+            "steps": steps,
+            "dtype": dtype,
+        }
+        arms = read_arms(base, tuple(g.strip() for g in groups.split(",") if g.strip()))
+        laboratory = Laboratory(
+            model_folder(model),
+            [Source.parse(text) for text in pretrain_data],
+            [Source.parse(text) for text in sft_data],
+            comparing.first_of_each(read_samples(samples), per_kind),
+            device,
+            max_tokens=max_tokens,
+        )
+        for result in laboratory.run(arms, out, say):
+            typer.echo(f"{result['group']}: {result['name']}: {result['tok_iter']}")
+
+
+if __name__ == "__main__":
+    app()

@@ -78,15 +78,20 @@ class ChunkedAttention:
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """(B, H, N, D) attention of q over k, v (B, Hkv, M, D) under mask (..., N, M) bool."""
-    group = q.shape[1] // k.shape[1]
-    if q.device.type != "cpu":  # the memory-efficient CUDA kernels know no grouped heads
-        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=group > 1)
+    return _attention(q, k, v, attn_mask=mask)
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Full causal attention: what the target, and a draft with full KV, computes."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return _attention(q, k, v, is_causal=True)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, **how) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda:  # not all fused CUDA kernels know grouped heads
+        group, grouped = q.shape[1] // k.shape[1], False
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **how)
 
 
 class FlexAttention:
@@ -96,12 +101,12 @@ class FlexAttention:
         from torch.nn.attention.flex_attention import create_block_mask
 
         total = block.times.shape[1]
-        self._mask = create_block_mask(
+        self.mask = create_block_mask(
             visibility_function(block), None, None, total, total, device=block.times.device
         )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _compiled_flex_attention()(q, k, v, block_mask=self._mask, enable_gqa=True)
+        return _compiled_flex_attention()(q, k, v, block_mask=self.mask, enable_gqa=True)
 
 
 def visibility_function(block: Block):
