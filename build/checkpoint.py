@@ -66,6 +66,12 @@ def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None
     return folder
 
 
+def embedded_model(say: Say = lambda line: None, home: Path | None = None) -> Path:
+    """Hugging Face folder of the embedded pair's model; made on first use."""
+    recipe = yaml.safe_load((recipe_folder() / "embedded.yaml").read_text())
+    return prepare_model(recipe["model"], home or masw_home(), say)
+
+
 def shipped_adaptor(memory: MemoryRule) -> Path | None:
     """The trained adaptor that the recipe ships for this slot interval, if there is one."""
     path = recipe_folder() / "embedded" / f"adaptor-r{memory.interval}.safetensors"

@@ -8,7 +8,7 @@ The file is safetensors with a JSON header; loading is strict and checks the bas
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -33,7 +33,8 @@ class AdaptorConfig:
     """Header of an adaptor file.
 
     slot_embedding: "last_token" (the embedding of the raw token before the boundary) or a fixed
-    token id. offset: whether a trained vector is added to it. base: fingerprint of the backbone.
+    token id. offset: whether a trained vector is added to it. low_rank: rank of the updates of the
+    slots' queries and outputs (0: none; an experiment). base: fingerprint of the backbone.
     """
 
     base: str
@@ -43,10 +44,11 @@ class AdaptorConfig:
     visibility: SlotVisibility = SlotVisibility.EVICTED
     slot_embedding: str | int = LAST_TOKEN
     offset: bool = False
+    low_rank: int = 0
     trained: bool = False
 
     def __post_init__(self):
-        for name, least in (("sink", 0), ("window", 1), ("interval", 1)):
+        for name, least in (("sink", 0), ("window", 1), ("interval", 1), ("low_rank", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise AdaptorError(f"{name} is {value!r}; it must be an integer from {least} up")
@@ -66,12 +68,25 @@ class AdaptorConfig:
         return MemoryRule(self.sink, self.window, rollback, self.interval, self.visibility)
 
 
-class KeyValueMirror(nn.Module):
-    """The slot tokens' own key and value projections of one layer."""
+class LowRank(nn.Sequential):
+    """A low-rank update, zero until trained."""
 
-    def __init__(self, config: DecoderConfig):
+    def __init__(self, inputs: int, outputs: int, rank: int):
+        super().__init__(Linear(inputs, rank, bias=False), Linear(rank, outputs, bias=False))
+        nn.init.zeros_(self[1].weight)
+
+
+class KeyValueMirror(nn.Module):
+    """The slot tokens' own key and value projections of one layer.
+
+    With `rank` also low-rank updates of their queries and of the output projection.
+    """
+
+    def __init__(self, config: DecoderConfig, rank: int = 0):
         super().__init__()
-        width = config.kv_heads * config.head_dim
+        width, q_width = config.kv_heads * config.head_dim, config.heads * config.head_dim
+        self.query = LowRank(config.hidden_size, q_width, rank) if rank else None
+        self.output = LowRank(q_width, config.hidden_size, rank) if rank else None
         self.k_proj = Linear(config.hidden_size, width, bias=config.qkv_bias)
         self.v_proj = Linear(config.hidden_size, width, bias=config.qkv_bias)
 
@@ -82,7 +97,9 @@ class Adaptor(nn.Module):
     def __init__(self, config: AdaptorConfig, decoder: DecoderConfig):
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(KeyValueMirror(decoder) for _ in range(decoder.layers))
+        self.layers = nn.ModuleList(
+            KeyValueMirror(decoder, config.low_rank) for _ in range(decoder.layers)
+        )
         self.offset = nn.Parameter(torch.zeros(decoder.hidden_size)) if config.offset else None
 
     def embed(self, raw_ids: Tensor, embedding: nn.Embedding) -> Tensor:
@@ -92,12 +109,19 @@ class Adaptor(nn.Module):
         embedded = embedding(ids)
         return embedded if self.offset is None else embedded + self.offset.to(embedded.dtype)
 
-    def save(self, path: Path) -> None:
-        """Writes the adaptor atomically; the tensors come back bit for bit."""
+    def save(self, path: Path, dtype: torch.dtype | None = None, **changes) -> None:
+        """Writes the adaptor atomically; the tensors come back bit for bit.
+
+        dtype: precision of the file (None: as it is). changes: header fields that differ there.
+        """
+        entries = {"format": FORMAT} | asdict(replace(self.config, **changes))
         # One key: safetensors writes several in no fixed order.
-        header = {"masw": json.dumps({"format": FORMAT} | asdict(self.config), sort_keys=True)}
+        header = {"masw": json.dumps(entries, sort_keys=True)}
         part = path.with_name(path.name + ".part")
-        tensors = {name: t.detach().contiguous().cpu() for name, t in self.state_dict().items()}
+        tensors = {
+            name: tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+            for name, tensor in self.state_dict().items()
+        }
         save_file(tensors, part, metadata=header)
         part.replace(path)
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..plugins.slot_attention.block import Block
 from ..plugins.slot_attention.op import slot_attention
@@ -26,6 +28,10 @@ from .adaptor import Adaptor, AdaptorConfig, KeyValueMirror
 from .config import DecoderConfig, RopeConfig, UnsupportedModelError
 from .linear import Linear
 from .memory import SlotMemory
+
+# (layer, q (B, H, N, D), k, v (B, Hkv, N, D), all rotated) -> (B, H, N, D)
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+SlotIndex = tuple[Tensor, Tensor] | None
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -77,7 +83,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over memory and block, with mirrored projections for slots."""
+    """Grouped-query projections, with mirrored ones for slots; the caller gives the attention."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -96,30 +102,40 @@ class Attention(nn.Module):
         x: Tensor,
         block: Block,
         rotary: tuple[Tensor, Tensor],
-        memory: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
         mirror: KeyValueMirror | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, (k, v) = self._split(self.q_proj(x)), self._keys_values(x, block, mirror)
+        slots = None if mirror is None else block.slot_index
+        q, (k, v) = (
+            self._split(self._queries(x, slots, mirror)),
+            self._keys_values(x, slots, mirror),
+        )
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rotary), rotate(k, rotary)
-        out = self.attend(q, k, v, memory, block)  # (B, H, N, D)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), k, v
+        out = attend(q, k, v).transpose(1, 2).flatten(2)  # (B, N, H * D)
+        return self._outputs(out, slots, mirror), k, v
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor], block: Block
-    ) -> Tensor:
-        """(B, H, N, D) attention of the new positions over memory and each other."""
-        return slot_attention(q, k, v, *memory, block)
+    def _queries(self, x: Tensor, slots: SlotIndex, mirror: KeyValueMirror | None) -> Tensor:
+        q = self.q_proj(x)
+        if slots is None or mirror.query is None:
+            return q
+        return q.index_put(slots, (q[slots] + mirror.query(x[slots])).to(q.dtype))
+
+    def _outputs(self, out: Tensor, slots: SlotIndex, mirror: KeyValueMirror | None) -> Tensor:
+        y = self.o_proj(out)
+        if slots is None or mirror.output is None:
+            return y
+        return y.index_put(slots, (y[slots] + mirror.output(out[slots])).to(y.dtype))
 
     def _keys_values(
-        self, x: Tensor, block: Block, mirror: KeyValueMirror | None
+        self, x: Tensor, slots: SlotIndex, mirror: KeyValueMirror | None
     ) -> tuple[Tensor, Tensor]:
         k, v = self.k_proj(x), self.v_proj(x)
-        if mirror is not None and block.slot_index is not None:
-            slots = x[block.slot_index]
-            k = k.index_put(block.slot_index, mirror.k_proj(slots))
-            v = v.index_put(block.slot_index, mirror.v_proj(slots))
+        if slots is not None:
+            inputs = x[slots]
+            k = k.index_put(slots, mirror.k_proj(inputs))
+            v = v.index_put(slots, mirror.v_proj(inputs))
         return self._split(k), self._split(v)
 
     def _split(self, x: Tensor) -> Tensor:
@@ -177,15 +193,37 @@ class Decoder(nn.Module):
         Returns hidden (B, N, hidden) after the final norm, and the block's keys and values
         (L, B, Hkv, N, D), rotated, to be written with `memory.write`.
         """
+
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return slot_attention(q, k, v, memory.k[number], memory.v[number], block)
+
+        hidden, pairs = self.run(block, attend, adaptor)
+        return hidden, torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+
+    def run(
+        self,
+        block: Block,
+        attend: Attend,
+        adaptor: Adaptor | None = None,
+        recompute: bool = False,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Hidden states (B, N, hidden) of a block under any attention, and each layer's k and v.
+
+        k, v (B, Hkv, N, D), rotated. recompute: keep no activations of a layer for the backward
+        pass but compute them again there.
+        """
         x = self._embed(block, adaptor)
         rotary = self.rotary(block.positions, x.dtype)
-        keys, values = [], []
+        pairs = []
         for number, layer in enumerate(self.layers):
             mirror = None if adaptor is None else adaptor.layers[number]
-            x, k, v = layer(x, block, rotary, (memory.k[number], memory.v[number]), mirror)
-            keys.append(k)
-            values.append(v)
-        return self.norm(x), torch.stack(keys), torch.stack(values)
+            context = (block, rotary, partial(attend, number), mirror)
+            if recompute:
+                x, k, v = checkpoint(layer, x, *context, use_reentrant=False)
+            else:
+                x, k, v = layer(x, *context)
+            pairs.append((k, v))
+        return self.norm(x), pairs
 
     def _embed(self, block: Block, adaptor: Adaptor | None) -> Tensor:
         x = self.embed_tokens(block.ids)

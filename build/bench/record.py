@@ -78,7 +78,7 @@ class Record:
         """JSON-ready, with machine, versions and date of now."""
         return {
             "command": self.command,
-            "arguments": [_without_folder(word) for word in sys.argv[1:]],
+            "arguments": [without_folder(word) for word in sys.argv[1:]],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": versions(),
@@ -98,6 +98,11 @@ def machine() -> dict[str, Any]:
         "thread_wait": os.environ.get("OMP_WAIT_POLICY", "active").lower(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def device_name(device: str) -> str:
+    """The card's name for a CUDA device, else "cpu"."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 
 def _cpu_model() -> str:
@@ -172,6 +177,6 @@ def progress(total: int) -> Iterator[Tick]:
         yield lambda text: bar.update(task, description=text, advance=1)
 
 
-def _without_folder(word: str) -> str:
+def without_folder(word: str) -> str:
     """An absolute path by its name alone: where a file lay says nothing to others."""
     return Path(word).name if word.startswith("/") else word

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from ...engines.adaptor import Adaptor
 from ...engines.config import DecoderConfig, RopeConfig
-from ...engines.decoder import Attention, Decoder, RotaryTable
+from ...engines.decoder import Decoder, RotaryTable
+from ...engines.memory import SlotMemory
 from ...engines.pair import DTYPES
 from ...plugins.slot_attention.block import Block
 from .record import BenchError
@@ -63,30 +65,36 @@ def random_decoder(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
     return decoder.requires_grad_(False).eval()
 
 
-class PlainAttention(Attention):
-    """The same layer over a plain cache of one sequence, by torch's own fused attention.
+class PlainDecoder(Decoder):
+    """A decoder over a plain cache of one sequence that attends by torch's own fused attention.
 
-    It puts the new keys into the cache first, as static caches do, beyond the fed length, where
+    It puts new keys into the cache first, as static caches do, beyond the fed length, where
     `memory.write` puts them again.
     """
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, memory: tuple[Tensor, Tensor], block: Block
-    ) -> Tensor:
-        """(1, H, N, D): causal attention that ends at the last key."""
-        [row], [fed], count = block.rows, block.fed, q.shape[2]
-        keys, values = (x[row : row + 1, :, : fed + count] for x in memory)
-        keys[:, :, fed:], values[:, :, fed:] = k, v
-        bias = causal_lower_right(count, fed + count) if count > 1 else None
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True)
+    def forward(
+        self, block: Block, memory: SlotMemory, adaptor: Adaptor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Decoder.forward`, but for the cache."""
+        [row], [fed] = block.rows, block.fed
+
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            count = q.shape[2]
+            keys, values = (
+                x[number, row : row + 1, :, : fed + count] for x in (memory.k, memory.v)
+            )
+            keys[:, :, fed:], values[:, :, fed:] = k, v
+            bias = causal_lower_right(count, fed + count) if count > 1 else None
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True)
+
+        hidden, pairs = self.run(block, attend, adaptor)
+        return hidden, torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
 
-def with_plain_attention(decoder: Decoder) -> Decoder:
-    """A decoder that shares all weights but attends with `PlainAttention`."""
+def with_plain_attention(decoder: Decoder) -> PlainDecoder:
+    """A `PlainDecoder` that shares all weights."""
     with torch.device("meta"):
-        plain = Decoder(decoder.config)
-        for layer in plain.layers:
-            layer.self_attn = PlainAttention(decoder.config)
+        plain = PlainDecoder(decoder.config)
     plain.load_state_dict(decoder.state_dict(), assign=True)
     plain.rotary = decoder.rotary
     return plain.requires_grad_(False).eval()

@@ -39,6 +39,15 @@ def slot_lifetimes(rule: MemoryRule, boundaries: Tensor) -> tuple[Tensor, Tensor
     return boundaries + delay, torch.full_like(boundaries, NEVER)
 
 
+def lifetimes(rule: MemoryRule, times: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
+    """Birth and expiry of positions with `times` and `kind` (same shape); padding is never born."""
+    raw_birth, raw_expiry = raw_lifetimes(rule, times)
+    slot_birth, slot_expiry = slot_lifetimes(rule, times)
+    birth = torch.where(kind == SLOT, slot_birth, raw_birth)
+    birth = torch.where(kind == PADDING, NEVER, birth)
+    return birth, torch.where(kind == SLOT, slot_expiry, raw_expiry)
+
+
 def stored_times(rule: MemoryRule, length: int, device: torch.device | str = "cpu") -> Tensor:
     """(extent,) int64: the raw token or boundary each entry holds after `length` fed tokens.
 
@@ -80,11 +89,7 @@ def visibility_mask(rule: MemoryRule, length: int, times: Tensor, kind: Tensor) 
     times (N,) int64 and kind (N,) uint8 (PADDING, RAW, SLOT) describe the new positions of
     one sequence with `length` fed tokens. Padding is seen by nothing but itself.
     """
-    raw_birth, raw_expiry = raw_lifetimes(rule, times)
-    slot_birth, slot_expiry = slot_lifetimes(rule, times)
-    birth = torch.where(kind == SLOT, slot_birth, raw_birth)
-    birth = torch.where(kind == PADDING, NEVER, birth)
-    expiry = torch.where(kind == SLOT, slot_expiry, raw_expiry)
+    birth, expiry = lifetimes(rule, times, kind)
     memory_birth, memory_expiry = memory_lifetimes(rule, length, times.device)
     seen = visible(
         times[:, None],

@@ -76,6 +76,12 @@ class MemoryRule:
         """The raw token after which slot number `slot` (0-based) was processed."""
         return self.sink + (slot + 1) * self.interval - 1
 
+    @property
+    def first_slot_time(self) -> int:
+        """The first raw token that sees a slot; every earlier one is computed as with full KV."""
+        delay = 1 if self.visibility is SlotVisibility.MATERIALIZED else self.window
+        return self.boundary(0) + delay
+
     def entry_of_raw(self, time: int) -> int:
         """The memory entry that raw token `time` is written to."""
         return time if time < self.sink else self.sink + (time - self.sink) % self.ring

@@ -1,0 +1,152 @@
+"""Draft memories compared on the same samples: what `masw-train evaluate` prints and keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from ...engines.adaptor import Adaptor, AdaptorConfig
+from ...engines.decoder import Decoder
+from ...plugins.slot_attention.rule import MemoryRule
+from ..bench.record import Record, device_name, new_card, rounded
+from .evaluation import DraftMemory, Evaluator, Outcome, Summary, summarise
+from .samples import DataError, Sample
+from .snapkv import SnapKV
+
+SNAPKV_SHARE = 8  # the paper's 4,096 entries of 32K, scaled to shorter prefixes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which memories are compared, beside full KV.
+
+    adaptors: trained files, by the name to show. untrained: slot intervals of untrained copies
+    (S, W as given). equal: slot intervals whose entries a sink + window memory gets; windows: other
+    sink + window memories, by entries. swa: plain sliding windows without a sink.
+    """
+
+    adaptors: dict[str, Path]
+    untrained: tuple[int, ...] = (8,)
+    equal: tuple[int, ...] = (8, 4)
+    windows: tuple[int, ...] = ()
+    swa: tuple[int, ...] = (1024,)
+    snapkv: bool = True
+    sink: int = 128
+    window: int = 128
+    draft_tokens: int = 5
+    max_tokens: int = 128
+
+
+def memories(comparison: Comparison, decoder: Decoder, prefix: int) -> list[DraftMemory]:
+    """All memories of a comparison at one prefix length, full KV first."""
+    c = comparison
+    found = [DraftMemory("full", MemoryRule.full(decoder.config.max_positions))]
+    found += [_window(f"window = r{r}", _slot_entries(c, r, prefix), c.sink) for r in c.equal]
+    found += [_window(f"window-{entries}", entries, c.sink) for entries in c.windows]
+    found += [DraftMemory(f"swa-{w}", MemoryRule.windowed(0, w)) for w in c.swa]
+    if c.snapkv:
+        capacity = max(64, prefix // SNAPKV_SHARE)
+        found.append(DraftMemory("snapkv", snapkv=SnapKV(capacity)))
+    found += [_untrained(c, decoder, r) for r in c.untrained]
+    return found + [_trained(name, path, decoder) for name, path in c.adaptors.items()]
+
+
+def _slot_entries(c: Comparison, interval: int, prefix: int) -> int:
+    rule = MemoryRule(c.sink, c.window, interval=interval)
+    return DraftMemory("", rule).entries(prefix)
+
+
+def _window(name: str, entries: int, sink: int) -> DraftMemory:
+    """Sink + window with `entries` in all; the sink is at most half of them."""
+    sink = min(sink, entries // 2)
+    return DraftMemory(name, MemoryRule.windowed(sink, entries - sink))
+
+
+def _untrained(c: Comparison, decoder: Decoder, interval: int) -> DraftMemory:
+    config = AdaptorConfig(decoder.fingerprint(), c.sink, c.window, interval)
+    adaptor = decoder.copy_adaptor(config).requires_grad_(False)
+    return DraftMemory(f"untrained r{interval}", config.rule(), adaptor)
+
+
+def _trained(name: str, path: Path, decoder: Decoder) -> DraftMemory:
+    adaptor = Adaptor.load(path, decoder.config, decoder.fingerprint())
+    adaptor = adaptor.to(decoder.embed_tokens.weight).requires_grad_(False)
+    return DraftMemory(name, adaptor.config.rule(), adaptor)
+
+
+def compare(
+    comparison: Comparison,
+    decoder: Decoder,
+    samples: Sequence[Sample],
+    tick: Callable[[str], None],
+    distances: bool = True,
+) -> list[Summary]:
+    """Runs every memory over every sample; one summary per prefix, kind and memory."""
+    evaluator, summaries = Evaluator(decoder, distances), []
+    groups: dict[tuple[int, str], list[Sample]] = {}
+    for sample in samples:
+        if not sample.answer:
+            raise DataError(f"sample {sample.name!r} has no answer; run `masw-train answers`")
+        if len(sample.answer) > comparison.max_tokens:
+            raise DataError(
+                f"sample {sample.name!r} has an answer of {len(sample.answer)} tokens; "
+                f"max_tokens is {comparison.max_tokens}"
+            )
+        groups.setdefault((sample.prefix, sample.kind), []).append(sample)
+    for (prefix, kind), group in sorted(groups.items()):
+        compared = memories(comparison, decoder, prefix)
+        outcomes: dict[str, list[Outcome]] = {memory.name: [] for memory in compared}
+        for number, sample in enumerate(group, 1):
+            tick(f"{kind} at {prefix}, {number} of {len(group)}")
+            for name, outcome in evaluator.run(sample, compared).items():
+                outcomes[name].append(outcome)
+        limits = comparison.draft_tokens, comparison.max_tokens
+        summaries += [
+            summarise(kind, prefix, memory, outcomes[memory.name], *limits) for memory in compared
+        ]
+    return summaries
+
+
+def overall(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:
+    """Tok./Iter by prefix and memory over all kinds together, each kind with the same weight."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for s in summaries:
+        found.setdefault(str(s.prefix), {}).setdefault(s.memory, []).append(s.tok_iter)
+    return {
+        prefix: {name: rounded(sum(values) / len(values)) for name, values in named.items()}
+        for prefix, named in found.items()
+    }
+
+
+def first_of_each(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """The first `count` samples of each kind and prefix; all of them if it is 0."""
+    seen: Counter = Counter()
+    chosen = []
+    for sample in samples:
+        seen[sample.kind, sample.prefix] += 1
+        if not count or seen[sample.kind, sample.prefix] <= count:
+            chosen.append(sample)
+    return chosen
+
+
+def record(comparison: Comparison, dtype: str, device: str, summaries: Sequence[Summary]) -> Record:
+    """The outcome as committed: settings, one row per summary, means over kinds."""
+    settings = asdict(comparison) | {"dtype": dtype, "device": device_name(device)}
+    settings["adaptors"] = {name: path.name for name, path in comparison.adaptors.items()}
+    return Record("evaluate", settings, summaries, ratios={"tok_iter": overall(summaries)})
+
+
+def card(summaries: Sequence[Summary]) -> Table:
+    """Tok./Iter by memory (rows), and prefix and kind (columns)."""
+    columns = sorted({(s.prefix, s.kind) for s in summaries})
+    names = list(dict.fromkeys(s.memory for s in summaries))
+    table = new_card("Tok./Iter", ["memory", *(f"{kind} {prefix}" for prefix, kind in columns)])
+    at = {(s.memory, s.prefix, s.kind): s for s in summaries}
+    for name in names:
+        cells = [at.get((name, prefix, kind)) for prefix, kind in columns]
+        table.add_row(name, *("–" if s is None else f"{s.tok_iter:.2f}" for s in cells))
+    return table

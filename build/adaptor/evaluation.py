@@ -1,0 +1,198 @@
+"""Tok./Iter of any draft memory from one masked forward, exact for greedy decoding.
+
+Verification keeps a drafted token iff it is the target's own greedy token, and a draft's memory
+depends only on the tokens before it. So one forward of the draft over prompt + the target's greedy
+answer, under the memory's mask, tells for every position whether the draft would have been right;
+counting iterations along these hits gives what the running loop counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...engines.adaptor import Adaptor
+from ...engines.decoder import Attend, Decoder
+from ...engines.speculative import Statistics
+from ...plugins.slot_attention.rule import MemoryRule
+from .losses import divergence
+from .samples import Sample
+from .snapkv import SnapKV
+from .stream import ChunkedAttention, causal_attention, stream_block
+
+DISTANCE = 512  # width of a bucket of distances beyond the window, in tokens
+STRIDE = 8  # of the prompt positions whose distance is told
+SLICE = 1024  # positions whose logits exist at once
+
+
+@dataclass(frozen=True)
+class DraftMemory:
+    """What a draft keeps: a memory rule, with an adaptor if it has slots; or SnapKV's choice."""
+
+    name: str
+    rule: MemoryRule | None = None
+    adaptor: Adaptor | None = None
+    snapkv: SnapKV | None = None
+
+    def entries(self, length: int) -> int:
+        """Entries per layer that hold the memory of `length` tokens, without the rollback ring."""
+        if self.snapkv is not None:
+            return min(length, self.snapkv.capacity)
+        rule = self.rule
+        if rule.window == 0:
+            return length
+        return min(length, rule.sink + rule.window) + rule.slots(length)
+
+    def attend(self, sample: Sample, ids: Tensor) -> tuple[object, Attend]:
+        """The block of a whole sequence, and the attention that this memory allows."""
+        if self.snapkv is not None:
+            full = stream_block(MemoryRule.full(ids.shape[1]), ids)
+            return full, self.snapkv.attention(len(sample.prompt))
+        block = stream_block(self.rule, ids)
+        return block, causal_attention if self.rule.window == 0 else ChunkedAttention(block)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a draft memory does on one sample.
+
+    hits: per answer token, whether the draft's greedy token is it. distance: for buckets of tokens
+    beyond the window, (positions, summed NLL, summed KL to full KV), nats.
+    """
+
+    hits: tuple[bool, ...]
+    distance: dict[int, tuple[int, float, float]] = field(default_factory=dict)
+
+
+class Evaluator:
+    """Runs draft memories over samples whose answers are the target's own greedy tokens."""
+
+    def __init__(self, draft: Decoder, distances: bool = True):
+        self.draft, self.distances = draft, distances
+        self.device = draft.embed_tokens.weight.device
+
+    @torch.inference_mode()
+    def run(self, sample: Sample, memories: Sequence[DraftMemory]) -> dict[str, Outcome]:
+        """Outcome of every memory on one sample, by name."""
+        ids = torch.tensor([sample.ids], device=self.device)
+        full = self._hidden(DraftMemory("", MemoryRule.full(ids.shape[1])), sample, ids)
+        outcomes = {}
+        for memory in memories:
+            hidden = self._hidden(memory, sample, ids)
+            distance = {}
+            if self.distances and memory.rule is not None and memory.rule.window:
+                distance = self._by_distance(memory.rule, ids[0], hidden, full)
+            outcomes[memory.name] = Outcome(self._hits(sample, hidden), distance)
+        return outcomes
+
+    def _hidden(self, memory: DraftMemory, sample: Sample, ids: Tensor) -> Tensor:
+        block, attend = memory.attend(sample, ids)
+        return self.draft.run(block, attend, memory.adaptor)[0][0, : ids.shape[1]]
+
+    def _hits(self, sample: Sample, hidden: Tensor) -> tuple[bool, ...]:
+        answer = torch.tensor(sample.answer, device=self.device)
+        first = len(sample.prompt) - 1  # predicts the answer's first token
+        guesses = self.draft.logits(hidden[first : first + len(answer)]).argmax(-1)
+        return tuple((guesses == answer).tolist())
+
+    def _by_distance(self, rule: MemoryRule, ids: Tensor, hidden: Tensor, full: Tensor) -> dict:
+        places = torch.arange(len(ids) - 1, device=self.device)[rule.sink + rule.window :: STRIDE]
+        sums: dict[int, tuple[int, float, float]] = {}
+        for part in places.split(SLICE):
+            log_p = self.draft.logits(hidden[part]).log_softmax(-1)
+            nll = -log_p.gather(1, ids[part + 1, None])[:, 0]
+            kl = divergence(self.draft.logits(full[part]), log_p)
+            bucket = (part - rule.sink - rule.window) // DISTANCE * DISTANCE
+            for value in bucket.unique().tolist():
+                at = bucket == value
+                count, old_nll, old_kl = sums.get(value, (0, 0.0, 0.0))
+                sums[value] = (
+                    count + int(at.sum()),
+                    old_nll + nll[at].sum().item(),
+                    old_kl + kl[at].sum().item(),
+                )
+        return sums
+
+
+def count_iterations(hits: Sequence[bool], draft_tokens: int, max_tokens: int) -> Statistics:
+    """What the running loop counts on an answer with these hits.
+
+    draft_tokens γ; max_tokens the request's limit, which clips the last drafts. An answer shorter
+    than max_tokens ended with an end id.
+    """
+    statistics, done = Statistics(), 0
+    while done < len(hits):
+        drafted = min(draft_tokens, max_tokens - done - 1)
+        if drafted < 1:
+            left = len(hits) - done
+            statistics.observe(0, 0, left)
+            break
+        accepted = 0
+        while accepted < drafted and done + accepted < len(hits) and hits[done + accepted]:
+            accepted += 1
+        new = min(accepted + 1, len(hits) - done)
+        statistics.observe(drafted, min(accepted, new), new)
+        done += new
+    return statistics
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals over samples of one kind, prefix and memory.
+
+    tok_iter: tokens per iteration over all samples. by_position: share of drafted tokens accepted,
+    by place in the draft. nll, kl: per bucket of tokens beyond the window, nats per token.
+    """
+
+    kind: str
+    prefix: int
+    memory: str
+    samples: int
+    entries: int
+    tokens: int
+    iterations: int
+    tok_iter: float
+    by_position: tuple[float, ...]
+    nll: dict[int, float]
+    kl: dict[int, float]
+
+
+def summarise(
+    kind: str,
+    prefix: int,
+    memory: DraftMemory,
+    outcomes: Sequence[Outcome],
+    draft_tokens: int,
+    max_tokens: int,
+) -> Summary:
+    """Adds up outcomes of one kind and prefix."""
+    counts = [count_iterations(outcome.hits, draft_tokens, max_tokens) for outcome in outcomes]
+    tokens, iterations = sum(c.new_tokens for c in counts), sum(c.iterations for c in counts)
+    drafted = _by_place([c.drafted_at for c in counts], draft_tokens)
+    accepted = _by_place([c.accepted_at for c in counts], draft_tokens)
+    totals: dict[int, Counter] = {}
+    for outcome in outcomes:
+        for bucket, (count, nll, kl) in outcome.distance.items():
+            totals.setdefault(bucket, Counter()).update(count=count, nll=nll, kl=kl)
+    return Summary(
+        kind=kind,
+        prefix=prefix,
+        memory=memory.name,
+        samples=len(outcomes),
+        entries=memory.entries(prefix),
+        tokens=tokens,
+        iterations=iterations,
+        tok_iter=tokens / iterations,
+        by_position=tuple(a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)),
+        nll={bucket: c["nll"] / c["count"] for bucket, c in sorted(totals.items())},
+        kl={bucket: c["kl"] / c["count"] for bucket, c in sorted(totals.items())},
+    )
+
+
+def _by_place(counts: Sequence[Sequence[int]], places: int) -> list[int]:
+    """Sums of lists of at most `places` numbers each."""
+    return [sum(c[i] for c in counts if i < len(c)) for i in range(places)]

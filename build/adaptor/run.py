@@ -1,0 +1,184 @@
+"""A training run from model folder and sources to adaptor files."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ...engines.adaptor import Adaptor
+from ...engines.decoder import Decoder
+from ...engines.pair import DTYPES
+from ...engines.text import TextCodec
+from ..bench.record import device_name
+from .rows import Rows, Say, pretraining_rows, tuning_rows
+from .run_folder import RunFolder
+from .schedule import Schedule
+from .settings import Loss, TrainSettings
+from .sources import Source
+from .training import Ranks, StepReport, Trainer
+
+LINE_EVERY = 10.0  # seconds between progress lines where no bar can be drawn
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run reads and writes. tuning: questions and answers instead of packed documents.
+
+    start: adaptor to go on from. target: model folder of another teacher (loss kl-target).
+    """
+
+    model: Path
+    sources: Sequence[Source]
+    out: Path
+    tuning: bool
+    settings: TrainSettings = field(default_factory=TrainSettings)
+    device: str = "cpu"
+    start: Path | None = None
+    target: Path | None = None
+    save_every: int = 50
+    tensorboard: bool = False
+
+
+def train(run: Run, say: Say) -> list[Path]:
+    """Runs, or resumes, a training; returns the adaptor files (none on ranks but the first).
+
+    Raises ValueError for settings or data that do not fit, before any step.
+    """
+    settings, device = run.settings, torch.device(run.device)
+    ranks = Ranks.join(device)
+    folder = RunFolder(run.out, settings, [str(source) for source in run.sources])
+    decoder = Decoder.load(run.model, DTYPES[settings.dtype], device)
+    rows = read_rows(run, decoder, say)
+    adaptor = _adaptor(run, decoder)
+    teacher = None
+    if settings.loss is Loss.TARGET:
+        if run.target is None:
+            raise ValueError("loss kl-target needs --target, a model folder")
+        teacher = Decoder.load(run.target, DTYPES[settings.dtype], device)
+    schedule = Schedule(rows, settings, ranks.rank, ranks.world)
+    trainer = Trainer(decoder, adaptor, schedule, teacher, ranks)
+    done = folder.resume(trainer)
+    say(f"{'resumed at' if done else 'starting at'} step {done} of {settings.steps}")
+    first = ranks.rank == 0
+    with _show(settings.steps, done, quiet=not first) as show, _board(run, first) as board:
+        for report in trainer.run():
+            show(report)
+            if not first:
+                continue
+            folder.note(report)
+            board(report)
+            if report.step % run.save_every == 0 or report.step == settings.steps:
+                trainer.save_state(folder.state)
+    if not first:
+        return []
+    return folder.finish(
+        adaptor,
+        {
+            "base": adaptor.config.base,
+            "data": {str(s): _sha256(s.path) for s in run.sources},
+            "rows": {str(part.length): len(part) for part in rows},
+            "tokens_seen": sum(_tokens(schedule, step) for step in range(settings.steps)),
+            "device": device_name(run.device),
+        },
+    )
+
+
+def read_rows(run: Run, decoder: Decoder, say: Say) -> list[Rows]:
+    """The run's training rows."""
+    settings, codec = run.settings, TextCodec(run.model)
+    longest = decoder.config.max_positions
+    if max(settings.lengths) > longest:
+        raise ValueError(f"lengths has {max(settings.lengths)}; the model has {longest} positions")
+    end_id = decoder.config.eos_ids[0] if decoder.config.eos_ids else 0
+    if run.tuning:
+        weight = settings.prompt_weight
+        return tuning_rows(run.sources, codec, settings.lengths, end_id, weight, say)
+    return [
+        rows
+        for length in settings.lengths
+        for rows in pretraining_rows(run.sources, codec, length, end_id, say)
+    ]
+
+
+def _adaptor(run: Run, decoder: Decoder) -> Adaptor:
+    adaptor = run.settings.new_adaptor(decoder)
+    if run.start is not None:
+        started = Adaptor.load(run.start, decoder.config, decoder.fingerprint())
+        missing = adaptor.load_state_dict(started.state_dict(), strict=False)
+        if missing.unexpected_keys:
+            raise ValueError(
+                f"{run.start.name} has {missing.unexpected_keys[0]}, which these settings lack"
+            )
+    return adaptor
+
+
+def _tokens(schedule: Schedule, step: int) -> int:
+    part = schedule.choice[step]
+    return schedule.batch_size(part) * schedule.rows[part].length
+
+
+def _sha256(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _show(total: int, done: int, quiet: bool) -> Iterator[Callable[[StepReport], None]]:
+    """A bar with loss, gradient norm, tokens/s and time left; lines where there is no terminal."""
+    console = Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        yield _line_printer(console, total, quiet)
+        return
+    columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("starting", total=total, completed=done)
+        yield lambda report: bar.update(task, completed=report.step, description=_told(report))
+
+
+def _line_printer(console: Console, total: int, quiet: bool) -> Callable[[StepReport], None]:
+    last, started, first = [0.0], time.monotonic(), []
+
+    def show(report: StepReport) -> None:
+        now = time.monotonic()
+        first.append(report.step) if not first else None
+        if quiet or (now - last[0] < LINE_EVERY and report.step < total):
+            return
+        last[0] = now
+        each = (now - started) / (report.step - first[0] + 1)
+        left = each * (total - report.step)
+        console.print(f"{_told(report)}, {left:.0f} s left of {total} steps", markup=False)
+
+    return show
+
+
+def _told(report: StepReport) -> str:
+    return (
+        f"step {report.step}: loss {report.loss:.4f}, gradient {report.gradient_norm:.3f}, "
+        f"{report.tokens_per_s:.0f} tokens/s"
+    )
+
+
+@contextmanager
+def _board(run: Run, first: bool) -> Iterator[Callable[[StepReport], None]]:
+    if not (run.tensorboard and first):
+        yield lambda report: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(run.out / "tensorboard") as writer:
+
+        def note(report: StepReport) -> None:
+            for name in ("loss", "gradient_norm", "learning_rate", "tokens_per_s"):
+                writer.add_scalar(name, getattr(report, name), report.step)
+
+        yield note

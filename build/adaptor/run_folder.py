@@ -1,0 +1,75 @@
+"""The folder of a training run: settings, progress, adaptors, provenance, and what resuming needs.
+
+settings.json         all that decides the outcome; a resumed run must state the same
+state.pt              step, adaptor and optimiser
+log.jsonl             one line per step
+adaptor-r8.safetensors   the adaptor in bfloat16, one file per slot interval
+provenance.json       where it came from
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...engines.adaptor import Adaptor
+from ..bench.record import machine, versions, without_folder
+from .settings import TrainSettings
+from .training import StepReport, Trainer
+
+
+class RunFolder:
+    """One run; made anew, or taken up where it stopped."""
+
+    def __init__(self, path: Path, settings: TrainSettings, data: Sequence[str]):
+        self.path, self.settings = path, settings
+        path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"data": list(data)} | asdict(settings), indent=2) + "\n"
+        known = path / "settings.json"
+        if known.is_file() and known.read_text() != text:
+            raise ValueError(
+                f"{path} holds a run with other settings or data; give another --out or the same"
+            )
+        known.write_text(text)
+
+    @property
+    def state(self) -> Path:
+        """File of the resumable state."""
+        return self.path / "state.pt"
+
+    def resume(self, trainer: Trainer) -> int:
+        """Takes the trainer to the last saved step, which is returned, and cuts the log there."""
+        if self.state.is_file():
+            trainer.load_state(self.state)
+        log = self.path / "log.jsonl"
+        lines = log.read_text().splitlines() if log.is_file() else []
+        log.write_text("".join(line + "\n" for line in lines[: trainer.step]))
+        return trainer.step
+
+    def note(self, report: StepReport) -> None:
+        """Adds a step to the log."""
+        with (self.path / "log.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(report)) + "\n")
+
+    def finish(self, adaptor: Adaptor, facts: dict[str, Any]) -> list[Path]:
+        """Writes the adaptor, once for each slot interval of the run, and its provenance."""
+        paths = []
+        for interval in self.settings.intervals:
+            paths.append(self.path / f"adaptor-r{interval}.safetensors")
+            adaptor.save(paths[-1], torch.bfloat16, interval=interval, trained=True)
+        record = {
+            "command": " ".join(["masw-train", *map(without_folder, sys.argv[1:])]),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
+            "settings": asdict(self.settings),
+        }
+        (self.path / "provenance.json").write_text(json.dumps(record | facts, indent=2) + "\n")
+        return paths

@@ -1,0 +1,191 @@
+"""Tok./Iter from one masked forward equals what the running loop counts."""
+
+import pytest
+import torch
+
+from masw.build.adaptor.comparison import Comparison, compare, overall
+from masw.build.adaptor.evaluation import DraftMemory, Evaluator, count_iterations, summarise
+from masw.build.adaptor.samples import DataError, Sample
+from masw.build.adaptor.snapkv import SnapKV
+from masw.engines.draft import TorchDraft
+from masw.engines.local import generate_all
+from masw.engines.speculative import GenerationRequest, LoopSettings
+from masw.engines.target import TorchTarget
+from masw.plugins.slot_attention.rule import MemoryRule
+from tests.driver import random_adaptor
+from tests.models import MAX_POSITIONS, random_ids
+
+GAMMA = 5
+RULES = {
+    "slots r4": MemoryRule(8, 16, 16, 4, "evicted"),
+    "slots r3, materialized": MemoryRule(4, 12, 16, 3, "materialized"),
+    "window": MemoryRule.windowed(8, 24),
+    "full": MemoryRule.full(MAX_POSITIONS),
+}
+
+
+def run_loop(decoder, rule, adaptor, prompt, max_tokens, end_ids=()):
+    """Ids and statistics of the real loop: torch target and draft, the same tiny model."""
+    limits = {"max_sequences": 1, "max_length": 400, "max_draft_tokens": 8}
+    target = TorchTarget(decoder, **limits)
+    draft = TorchDraft(decoder, rule, adaptor, **limits)
+    settings = LoopSettings(max_length=400, max_draft_tokens=8, draft_tokens=GAMMA)
+    request = GenerationRequest(tuple(prompt), max_tokens, end_ids=end_ids)
+    [(ids, statistics)] = generate_all(target, draft, settings, [request])
+    return ids, statistics
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 60])
+def test_counts_equal_the_running_loop(decoder, name, max_tokens):
+    model, rule = decoder("llama"), RULES[name]
+    adaptor = random_adaptor(model, rule) if rule.interval else None
+    for seed in range(4):
+        prompt = random_ids(100 + seed, seed)
+        ids, expected = run_loop(model, rule, adaptor, prompt, max_tokens)
+        sample = Sample(tuple(prompt), tuple(ids))
+        outcome = Evaluator(model).run(sample, [DraftMemory(name, rule, adaptor)])[name]
+        found = count_iterations(outcome.hits, GAMMA, max_tokens)
+        for field in ("iterations", "new_tokens", "drafted", "accepted", "accepted_at"):
+            assert getattr(found, field) == getattr(expected, field), field
+    assert name == "full" or max_tokens < 60 or 0 < found.accepted < found.drafted
+
+
+def test_counts_equal_the_running_loop_where_an_end_id_stops_it(decoder):
+    model, rule = decoder("llama"), RULES["slots r4"]
+    adaptor = random_adaptor(model, rule)
+    for seed in range(4):
+        prompt = random_ids(90, seed)
+        free, _ = run_loop(model, rule, adaptor, prompt, 60)
+        ids, expected = run_loop(model, rule, adaptor, prompt, 60, end_ids=(free[20],))
+        assert len(ids) < 60
+        sample = Sample(tuple(prompt), tuple(ids))
+        outcome = Evaluator(model).run(sample, [DraftMemory("slots", rule, adaptor)])["slots"]
+        found = count_iterations(outcome.hits, GAMMA, 60)
+        assert (found.iterations, found.new_tokens) == (expected.iterations, expected.new_tokens)
+
+
+def plain_snapkv(model, sample, snapkv):
+    """The selection and the answer's attention again, head by head and token by token."""
+    prompt, total = len(sample.prompt), len(sample.ids)
+
+    def attend(layer, q, k, v):
+        out = torch.zeros_like(q)
+        heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[-1]
+        for head in range(kv_heads):
+            group = range(head * heads // kv_heads, (head + 1) * heads // kv_heads)
+            votes = torch.zeros(prompt - snapkv.observed)
+            for h in group:
+                for i in range(prompt - snapkv.observed, prompt):
+                    scores = torch.tensor([float(q[0, h, i] @ k[0, head, j]) for j in range(i + 1)])
+                    votes += (scores / dim**0.5).softmax(0)[: len(votes)]
+            half = snapkv.kernel // 2
+            padded = torch.cat([torch.zeros(half), votes, torch.zeros(half)])
+            smooth = torch.stack([padded[j : j + snapkv.kernel].sum() for j in range(len(votes))])
+            best = smooth.argsort(descending=True)[: snapkv.capacity - snapkv.observed]
+            kept = sorted([*best.tolist(), *range(prompt - snapkv.observed, prompt)])
+            for h in group:
+                for i in range(total):
+                    keys = list(range(i + 1))
+                    if i >= prompt:
+                        keys = kept + list(range(prompt, i + 1))
+                    weights = (k[0, head, keys] @ q[0, h, i] / dim**0.5).softmax(0)
+                    out[0, h, i] = weights @ v[0, head, keys]
+        return out
+
+    from masw.build.adaptor.stream import stream_block
+
+    block = stream_block(MemoryRule.full(total), torch.tensor([sample.ids]))
+    hidden, _ = model.run(block, attend)
+    return model.logits(hidden[0, prompt - 1 : total - 1])
+
+
+def test_snapkv_equals_its_plain_restatement(decoder):
+    model, snapkv = decoder("llama"), SnapKV(capacity=20, observed=6, kernel=5)
+    sample = Sample(tuple(random_ids(48)), tuple(random_ids(12, 5)))
+    memory = DraftMemory("snapkv", snapkv=snapkv)
+    ids = torch.tensor([sample.ids])
+    block, attend = memory.attend(sample, ids)
+    hidden, _ = model.run(block, attend)
+    found = model.logits(hidden[0, 47:59])
+    torch.testing.assert_close(found, plain_snapkv(model, sample, snapkv), atol=1e-4, rtol=0)
+    full = DraftMemory("full", MemoryRule.full(60)).attend(sample, ids)
+    everything = model.logits(model.run(*full)[0][0, 47:59])
+    assert (everything - found).abs().max() > 0.01  # the choice left something out
+    assert torch.allclose(found[0], everything[0], atol=1e-5)  # the prompt's last token sees all
+    assert memory.entries(48) == 20
+
+
+def test_snapkv_keeps_a_short_prompt_whole(decoder):
+    model, sample = decoder("llama"), Sample(tuple(random_ids(30)), tuple(random_ids(9, 1)))
+    memories = [DraftMemory("s", snapkv=SnapKV(64, 8)), DraftMemory("f", MemoryRule.full(39))]
+    outcomes = Evaluator(model).run(sample, memories)
+    assert outcomes["s"].hits == outcomes["f"].hits
+
+
+def test_distance_buckets_hold_nll_and_divergence(decoder):
+    """A full memory diverges by nothing; a window's NLL is that of its own logits."""
+    model = decoder("llama")
+    sample = Sample(tuple(random_ids(90)), tuple(random_ids(10, 1)))
+    rule = MemoryRule.windowed(8, 200)
+    wide, narrow = DraftMemory("wide", rule), DraftMemory("narrow", MemoryRule.windowed(4, 8))
+    outcome = Evaluator(model).run(sample, [wide, narrow])
+    assert outcome["wide"].distance == {}  # nothing is beyond this window
+    [(count, nll, kl)] = outcome["narrow"].distance.values()
+    assert count == len(range(12, 99, 8)) and nll > 0 and kl > 0
+
+
+def test_comparison_covers_every_memory_and_counts_entries(decoder, tmp_path):
+    model = decoder("llama")
+    rule = MemoryRule(8, 16, 16, 4, "evicted")
+    adaptor = random_adaptor(model, rule, trained=True)
+    adaptor.save(tmp_path / "a.safetensors")
+    ids = random_ids(120)
+    samples = [
+        Sample(tuple(ids), tuple(random_ids(10, i)), kind, 120) for i, kind in enumerate("xy")
+    ]
+    comparison = Comparison(
+        {"trained": tmp_path / "a.safetensors"},
+        untrained=(4,),
+        equal=(4,),
+        windows=(40,),
+        swa=(32,),
+        sink=8,
+        window=16,
+        max_tokens=10,
+    )
+    summaries = compare(comparison, model, samples, lambda text: None)
+    entries = {s.memory: s.entries for s in summaries}
+    slots = 8 + 16 + (120 - 8) // 4
+    assert entries == {
+        "full": 120,
+        "window = r4": slots,
+        "window-40": 40,
+        "swa-32": 32,
+        "snapkv": 64,
+        "untrained r4": slots,
+        "trained": slots,
+    }
+    assert {s.kind for s in summaries} == {"x", "y"}
+    assert overall(summaries)["120"].keys() == entries.keys()
+
+
+def test_samples_without_or_with_too_long_answers_are_refused(decoder):
+    comparison = Comparison({}, max_tokens=4)
+    for answer, message in (
+        ((), "has no answer"),
+        (range(5), "answer of 5 tokens; max_tokens is 4"),
+    ):
+        sample = Sample((1, 2), tuple(answer), name="n")
+        with pytest.raises(DataError, match=message):
+            compare(comparison, decoder("llama"), [sample], lambda text: None)
+
+
+def test_summary_adds_tokens_and_iterations_of_all_samples():
+    from masw.build.adaptor.evaluation import Outcome
+
+    outcomes = [Outcome((True,) * 12), Outcome((False,) * 4)]
+    summary = summarise("k", 9, DraftMemory("m", MemoryRule.full(9)), outcomes, 5, 12)
+    assert (summary.tokens, summary.iterations) == (16, 2 + 4)
+    assert summary.tok_iter == pytest.approx(16 / 6)
+    assert summary.by_position[0] == pytest.approx(2 / 6)
