@@ -4,7 +4,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 export MASW_HOME ?= $(CURDIR)/.masw
 
-.PHONY: help setup demo test check verify clean
+.PHONY: help setup demo demo-compare test check verify clean
 
 help:           ## show the targets
 	@grep -E '^[a-z-]+: .*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
@@ -14,6 +14,9 @@ setup: $(READY)  ## virtual environment with pinned dependencies, and the embedd
 
 demo: $(READY)   ## summarise a real document through Triton, proven equal to plain decoding
 	$(VENV)/bin/python -m masw.build.demo
+
+demo-compare: $(READY)  ## the demo, and the same answer drafted from other memories
+	$(VENV)/bin/python -m masw.build.demo --compare
 
 test: setup check  ## the whole test suite, the real Triton server included
 	$(VENV)/bin/python -m pytest -m "not verify"

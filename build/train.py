@@ -69,6 +69,14 @@ def numbers(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"{text!r}: give whole numbers separated by commas") from None
 
 
+def pairs_of(text: str) -> tuple[tuple[int, int], ...]:
+    """Pairs W:r separated by commas."""
+    found = [numbers(part.replace(":", ",")) for part in text.split(",") if part.strip()]
+    if any(len(pair) != 2 for pair in found):
+        raise typer.BadParameter(f"{text!r}: give pairs W:r separated by commas")
+    return tuple(found)
+
+
 def model_folder(model: str) -> Path:
     """The folder of a model; the embedded one is made on first use."""
     return embedded_model(say) if model == EMBEDDED else Path(model)
@@ -224,7 +232,7 @@ def evaluate(
     adaptor: Annotated[
         list[str] | None, typer.Option(help="NAME=FILE of a trained adaptor, repeatable.")
     ] = None,
-    untrained: Numbers = "8",
+    untrained: Annotated[str, typer.Option(help="W:r of untrained copies.")] = "128:8",
     equal: Annotated[
         str, typer.Option(help="Windows with as many entries as slots of these intervals.")
     ] = "8,4",
@@ -234,6 +242,7 @@ def evaluate(
     draft_tokens: Annotated[int, typer.Option(min=1)] = 5,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     per_kind: Annotated[int, typer.Option(help="Samples per kind and prefix; 0 = all.")] = 0,
+    prefixes: Annotated[str, typer.Option(help="Only these prefixes; none = all.")] = "",
     distances: Annotated[bool, typer.Option(help="NLL and KL by distance as well.")] = True,
     model: Model = EMBEDDED,
     dtype: Dtype = "float32",
@@ -242,10 +251,10 @@ def evaluate(
 ) -> None:
     """Tok./Iter of draft memories, exact for greedy decoding, from one forward each."""
     with failures():
-        pairs = [text.partition("=") for text in adaptor or []]
+        named = [text.partition("=") for text in adaptor or []]
         comparison = comparing.Comparison(
-            adaptors={name: Path(path) for name, _, path in pairs},
-            untrained=numbers(untrained),
+            adaptors={name: Path(path) for name, _, path in named},
+            untrained=pairs_of(untrained),
             equal=numbers(equal),
             windows=numbers(windows),
             swa=numbers(swa),
@@ -254,7 +263,7 @@ def evaluate(
             max_tokens=max_tokens,
         )
         decoder = Decoder.load(model_folder(model), DTYPES[dtype], device)
-        chosen = comparing.first_of_each(read_samples(samples), per_kind)
+        chosen = comparing.first_of_each(read_samples(samples), per_kind, numbers(prefixes))
         with progress(len(chosen)) as tick:
             summaries = comparing.compare(comparison, decoder, chosen, tick, distances)
         record = comparing.record(comparison, dtype, device, summaries)
@@ -274,6 +283,7 @@ def ablate(
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps per arm.")] = 60,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     per_kind: Annotated[int, typer.Option(help="Samples per kind and prefix.")] = 8,
+    prefixes: Annotated[str, typer.Option(help="Only these prefixes; none = all.")] = "",
     model: Model = EMBEDDED,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
@@ -292,7 +302,7 @@ def ablate(
             model_folder(model),
             [Source.parse(text) for text in pretrain_data],
             [Source.parse(text) for text in sft_data],
-            comparing.first_of_each(read_samples(samples), per_kind),
+            comparing.first_of_each(read_samples(samples), per_kind, numbers(prefixes)),
             device,
             max_tokens=max_tokens,
         )

@@ -52,7 +52,7 @@ def recompute(model, rule: MemoryRule, ids: Sequence[int], adaptor=None) -> Reco
         mirror = layer.self_attn if adaptor is None else adaptor.layers[number]
         q, k, v = _project(layer.self_attn, mirror, layer.input_layernorm(x), is_slot)
         q, k = apply_rotary_pos_emb(q, k, *rotary)
-        x = x + layer.self_attn.o_proj(_attention(q, k, v, mask))
+        x = x + _output(layer.self_attn, mirror, _attention(q, k, v, mask), is_slot)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         keys.append(k[0])
         values.append(v[0])
@@ -78,12 +78,24 @@ def _project(attention, mirror, x: Tensor, is_slot: Tensor) -> tuple[Tensor, Ten
         return y.view(*y.shape[:2], -1, attention.head_dim)
 
     chosen = is_slot[None, :, None]
-    q = split(attention.q_proj(x))
+    q = attention.q_proj(x)
+    if getattr(mirror, "query", None) is not None:
+        q = q + chosen * (x @ mirror.query[0].weight.T @ mirror.query[1].weight.T)
+    q = split(q)
     k = split(torch.where(chosen, mirror.k_proj(x), attention.k_proj(x)))
     v = split(torch.where(chosen, mirror.v_proj(x), attention.v_proj(x)))
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _output(attention, mirror, heads: Tensor, is_slot: Tensor) -> Tensor:
+    """(1, n, hidden) output projection, with the mirror's low-rank update for slots."""
+    out = attention.o_proj(heads)
+    if getattr(mirror, "output", None) is None:
+        return out
+    update = heads @ mirror.output[0].weight.T @ mirror.output[1].weight.T
+    return out + is_slot[None, :, None] * update
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ SNAPKV_SHARE = 8  # the paper's 4,096 entries of 32K, scaled to shorter prefixes
 class Comparison:
     """Which memories are compared, beside full KV.
 
-    adaptors: trained files, by the name to show. untrained: slot intervals of untrained copies
-    (S, W as given). equal: slot intervals whose entries a sink + window memory gets; windows: other
-    sink + window memories, by entries. swa: plain sliding windows without a sink.
+    adaptors: trained files, by the name to show. untrained: (W, r) of untrained copies. equal: slot
+    intervals whose entries a sink + window memory gets. windows: other sink + window memories, by
+    entries. swa: plain sliding windows without a sink.
     """
 
     adaptors: dict[str, Path]
-    untrained: tuple[int, ...] = (8,)
+    untrained: tuple[tuple[int, int], ...] = ((128, 8),)
     equal: tuple[int, ...] = (8, 4)
     windows: tuple[int, ...] = ()
     swa: tuple[int, ...] = (1024,)
@@ -51,7 +51,7 @@ def memories(comparison: Comparison, decoder: Decoder, prefix: int) -> list[Draf
     if c.snapkv:
         capacity = max(64, prefix // SNAPKV_SHARE)
         found.append(DraftMemory("snapkv", snapkv=SnapKV(capacity)))
-    found += [_untrained(c, decoder, r) for r in c.untrained]
+    found += [_untrained(c, decoder, *pair) for pair in c.untrained]
     return found + [_trained(name, path, decoder) for name, path in c.adaptors.items()]
 
 
@@ -66,10 +66,10 @@ def _window(name: str, entries: int, sink: int) -> DraftMemory:
     return DraftMemory(name, MemoryRule.windowed(sink, entries - sink))
 
 
-def _untrained(c: Comparison, decoder: Decoder, interval: int) -> DraftMemory:
-    config = AdaptorConfig(decoder.fingerprint(), c.sink, c.window, interval)
+def _untrained(c: Comparison, decoder: Decoder, window: int, interval: int) -> DraftMemory:
+    config = AdaptorConfig(decoder.fingerprint(), c.sink, window, interval)
     adaptor = decoder.copy_adaptor(config).requires_grad_(False)
-    return DraftMemory(f"untrained r{interval}", config.rule(), adaptor)
+    return DraftMemory(f"untrained W{window} r{interval}", config.rule(), adaptor)
 
 
 def _trained(name: str, path: Path, decoder: Decoder) -> DraftMemory:
@@ -122,11 +122,15 @@ def overall(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:
     }
 
 
-def first_of_each(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """The first `count` samples of each kind and prefix; all of them if it is 0."""
+def first_of_each(
+    samples: Sequence[Sample], count: int, prefixes: Sequence[int] = ()
+) -> list[Sample]:
+    """The first `count` samples of each kind and prefix; 0 and () mean all of them."""
     seen: Counter = Counter()
     chosen = []
     for sample in samples:
+        if prefixes and sample.prefix not in prefixes:
+            continue
         seen[sample.kind, sample.prefix] += 1
         if not count or seen[sample.kind, sample.prefix] <= count:
             chosen.append(sample)

@@ -79,12 +79,14 @@ class Evaluator:
     def run(self, sample: Sample, memories: Sequence[DraftMemory]) -> dict[str, Outcome]:
         """Outcome of every memory on one sample, by name."""
         ids = torch.tensor([sample.ids], device=self.device)
-        full = self._hidden(DraftMemory("", MemoryRule.full(ids.shape[1])), sample, ids)
+        beyond = {m.name for m in memories if self.distances and m.rule and m.rule.window}
+        full = None
+        if beyond:
+            full = self._hidden(DraftMemory("", MemoryRule.full(ids.shape[1])), sample, ids)
         outcomes = {}
         for memory in memories:
-            hidden = self._hidden(memory, sample, ids)
-            distance = {}
-            if self.distances and memory.rule is not None and memory.rule.window:
+            hidden, distance = self._hidden(memory, sample, ids), {}
+            if memory.name in beyond:
                 distance = self._by_distance(memory.rule, ids[0], hidden, full)
             outcomes[memory.name] = Outcome(self._hits(sample, hidden), distance)
         return outcomes

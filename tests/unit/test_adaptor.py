@@ -20,6 +20,7 @@ HEADER = {
     "visibility": "materialized",
     "slot_embedding": 7,
     "offset": True,
+    "low_rank": 0,
     "trained": True,
 }
 

@@ -146,7 +146,7 @@ def test_comparison_covers_every_memory_and_counts_entries(decoder, tmp_path):
     ]
     comparison = Comparison(
         {"trained": tmp_path / "a.safetensors"},
-        untrained=(4,),
+        untrained=((16, 4),),
         equal=(4,),
         windows=(40,),
         swa=(32,),
@@ -163,7 +163,7 @@ def test_comparison_covers_every_memory_and_counts_entries(decoder, tmp_path):
         "window-40": 40,
         "swa-32": 32,
         "snapkv": 64,
-        "untrained r4": slots,
+        "untrained W16 r4": slots,
         "trained": slots,
     }
     assert {s.kind for s in summaries} == {"x", "y"}

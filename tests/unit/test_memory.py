@@ -113,7 +113,9 @@ def test_families_equal_recompute(pair, name):
     a_few_iterations(Driver(pair(name, memory_rule), memory_rule, ROWS))
 
 
-@pytest.mark.parametrize("header", [{"slot_embedding": 5}, {"offset": True}], ids=str)
+@pytest.mark.parametrize(
+    "header", [{"slot_embedding": 5}, {"offset": True}, {"low_rank": 3}], ids=str
+)
 def test_slot_embeddings_equal_recompute(pair, header):
     memory_rule = MemoryRule(S, W, R, 4)
     a_few_iterations(Driver(pair("llama", memory_rule, **header), memory_rule, ROWS))
