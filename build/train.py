@@ -310,5 +310,18 @@ def ablate(
             typer.echo(f"{result['group']}: {result['name']}: {result['tok_iter']}")
 
 
+@app.command()
+def plot(
+    results: Annotated[Path, typer.Argument(help="Folder with evaluate*.json and ablations/.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the PNG files.")],
+) -> None:
+    """Draws the pictures of committed results."""
+    with failures():
+        from .adaptor.plots import draw_all, read_results
+
+        for path in draw_all(read_results(results / "ablations"), read_results(results), out):
+            typer.echo(str(path))
+
+
 if __name__ == "__main__":
     app()

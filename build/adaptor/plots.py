@@ -1,0 +1,170 @@
+"""Pictures of committed results: training curves, ablations, and the frontier of draft memories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+SIZE = (6.4, 3.6)  # inches
+BARS = {
+    "visibility": "slot visibility",
+    "embedding": "slot embedding",
+    "loss": "loss",
+    "stage": "training stages",
+    "levers": "levers",
+    "window": "S and W, r = 8",
+    "length": "training length",
+}
+
+Results = list[dict[str, Any]]
+
+
+def read_results(folder: Path) -> Results:
+    """The JSON objects of a folder, by file name."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def draw_all(ablations: Results, evaluations: Results, out: Path) -> list[Path]:
+    """Every picture that the results allow, as PNG files of `out`; returns their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    groups: dict[str, Results] = {}
+    for result in ablations:
+        groups.setdefault(result["group"], []).append(result)
+    drawn = []
+    if len(groups.get("initialisation", ())) > 1:
+        drawn.append(_save(draw_initialisation, groups["initialisation"], out / "initialisation"))
+    for group, title in BARS.items():
+        if len(groups.get(group, ())) > 1:
+            drawn.append(_save(draw_bars, groups[group], out / group, title))
+    for prefix in sorted({row["prefix"] for e in evaluations for row in e["rows"]}):
+        rows = [row for e in evaluations for row in e["rows"] if row["prefix"] == prefix]
+        arms = groups.get("factorial", [])
+        drawn.append(_save(draw_frontier, rows, out / f"frontier-{prefix}", prefix, arms))
+    if any(row["kl"] for e in evaluations for row in e["rows"]):
+        rows = [row for e in evaluations for row in e["rows"]]
+        drawn.append(_save(draw_distance, rows, out / "distance"))
+    return drawn
+
+
+def _save(draw, data, path: Path, *more) -> Path:
+    figure = draw(data, *more)
+    path = path.with_suffix(".png")
+    figure.savefig(path, dpi=120, bbox_inches="tight", metadata={"Software": None})
+    plt.close(figure)
+    return path
+
+
+def draw_initialisation(results: Results):
+    """Loss and gradient norm over steps, one line per arm (the paper's Figure 6)."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+    for axis, key, label in zip(
+        axes, ("loss", "gradient_norm"), ("loss, nats", "gradient norm"), strict=True
+    ):
+        for result in results:
+            axis.plot(range(1, len(result[key]) + 1), result[key], label=result["name"])
+        _label(axis, "optimiser step", label)
+        axis.set_yscale("log")
+    return figure
+
+
+def draw_bars(results: Results, title: str):
+    """Tok./Iter of every arm at every prefix, means over kinds."""
+    figure, axis = plt.subplots(figsize=SIZE)
+    names = [
+        result["name"] if len(values) == 1 else f"{result['name']}, {memory}"
+        for result in results
+        for values in [next(iter(result["tok_iter"].values()))]
+        for memory in values
+    ]
+    prefixes = list(results[0]["tok_iter"])
+    for number, prefix in enumerate(prefixes):
+        values = [v for result in results for v in result["tok_iter"][prefix].values()]
+        places = [i + number / (len(prefixes) + 1) for i in range(len(values))]
+        bars = axis.barh(places, values, 1 / (len(prefixes) + 1), label=f"{prefix} tokens")
+        axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+    axis.set_yticks([i + (len(prefixes) - 1) / 2 / (len(prefixes) + 1) for i in range(len(names))])
+    axis.set_yticklabels(names)
+    axis.invert_yaxis()
+    axis.set_title(title)
+    axis.set_xlim(0, 6)
+    _label(axis, "Tok./Iter", None)
+    return figure
+
+
+def draw_frontier(rows: Sequence[dict], prefix: int, arms: Results):
+    """Tok./Iter against memory entries: windows, slots untrained and trained, proxy runs."""
+    figure, axis = plt.subplots(figsize=SIZE)
+    points = _means(rows)
+    full = points.pop("full", None)
+    kinds = {
+        "sink + window": ("window", "o-"),
+        "slots, untrained": ("untrained", "s"),
+        "slots, trained": ("trained", "*"),
+        "SnapKV": ("snapkv", "x"),
+        "sliding window": ("swa", "+"),
+    }
+    for label, (start, style) in kinds.items():
+        found = sorted(point for name, point in points.items() if name.startswith(start))
+        if found:
+            size = 13 if style == "*" else 7
+            axis.plot(*zip(*found, strict=True), style, label=label, markersize=size)
+    proxies = sorted(_proxy_points(arms, prefix))
+    if proxies:
+        axis.plot(*zip(*proxies, strict=True), "^", label="slots, brief training", alpha=0.6)
+    if full is not None:
+        axis.axhline(full[1], color="grey", linestyle=":", label="full KV")
+    axis.set_title(f"prefix of {prefix} tokens")
+    _label(axis, "memory entries per layer", "Tok./Iter")
+    return figure
+
+
+def _means(rows: Iterable[dict]) -> dict[str, tuple[int, float]]:
+    """(entries, mean Tok./Iter over kinds) by memory."""
+    named: dict[str, list[dict]] = {}
+    for row in rows:
+        named.setdefault(row["memory"], []).append(row)
+    return {
+        name: (found[0]["entries"], mean(row["tok_iter"] for row in found))
+        for name, found in named.items()
+    }
+
+
+def _proxy_points(arms: Results, prefix: int) -> list[tuple[int, float]]:
+    return [
+        point
+        for arm in arms
+        for point in _means(row for row in arm["rows"] if row["prefix"] == prefix).values()
+    ]
+
+
+def draw_distance(rows: Sequence[dict]):
+    """Divergence from full KV by distance beyond the window, one line per memory."""
+    figure, axis = plt.subplots(figsize=SIZE)
+    longest = max(row["prefix"] for row in rows if row["kl"])
+    sums: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        if row["prefix"] == longest:
+            for bucket, value in row["kl"].items():
+                sums.setdefault(row["memory"], {}).setdefault(int(bucket), []).append(value)
+    for name, buckets in sums.items():
+        places = sorted(buckets)
+        axis.plot(places, [mean(buckets[place]) for place in places], label=name)
+    _label(axis, "tokens beyond the window", "KL to full KV, nats")
+    return figure
+
+
+def _label(axis: Axes, x: str, y: str | None) -> None:
+    axis.set_xlabel(x)
+    if y is not None:
+        axis.set_ylabel(y)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=7)

@@ -1,0 +1,210 @@
+"""`masw-train` from end to end on a tiny model: what it writes, resumes, prints and refuses."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from masw.build.adaptor.run_folder import RunFolder
+from masw.build.adaptor.samples import Sample, read_samples, write_samples
+from masw.build.train import app
+from masw.engines.adaptor import Adaptor, read_adaptor
+from masw.engines.decoder import Decoder
+from tests.models import random_ids, save_model
+from tests.tiny_tokenizers import byte_level
+
+MEMORY = ["--sink", "8", "--window", "8", "--lengths", "72", "--dtype", "float32"]
+BUDGET = ["--batch-tokens", "144", "--micro-tokens", "72", "--steps", "6", "--save-every", "2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny models run faster on one thread, and give the same sums every time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return byte_level(save_model(tmp_path_factory.mktemp("model"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    path = tmp_path_factory.mktemp("samples") / "s.jsonl.gz"
+    prompts = [random_ids(60, seed) for seed in range(6)]
+    write_samples(path, [Sample(ids, ids[:9], "code", 60, str(i)) for i, ids in enumerate(prompts)])
+    return path
+
+
+def call(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(word) for word in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def sft(model, samples, out, *more, code=0):
+    where = ["--model", model, "--data", f"samples={samples}", "--out", out]
+    return call("sft", *where, *MEMORY, *BUDGET, *more, code=code)
+
+
+def log(out):
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def test_a_run_leaves_an_adaptor_with_provenance(model, samples, tmp_path):
+    result = sft(model, samples, tmp_path, "--intervals", "4,8", "--offset")
+    written = [tmp_path / f"adaptor-r{r}.safetensors" for r in (4, 8)]
+    assert result.stdout.split() == [str(path) for path in written]
+    decoder = Decoder.load(model)
+    for path, interval in zip(written, (4, 8), strict=True):
+        config, tensors = read_adaptor(path)
+        assert (config.interval, config.sink, config.trained, config.offset) == (
+            interval,
+            8,
+            True,
+            True,
+        )
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+        Adaptor.load(path, decoder.config, decoder.fingerprint())
+    told = json.loads((tmp_path / "provenance.json").read_text())
+    assert told["base"] == decoder.fingerprint()
+    assert told["tokens_seen"] == 6 * 144 and told["rows"] == {"72": 6}
+    assert told["settings"]["steps"] == 6 and told["machine"]["cores"] >= 1
+    assert all(told["data"].values()) and str(tmp_path) not in json.dumps(told)
+    assert [step for step, _ in log(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(model, samples, tmp_path, monkeypatch):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    sft(model, samples, whole)
+    note = RunFolder.note
+
+    def dies_at_five(folder, report):
+        note(folder, report)
+        if report.step == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "note", dies_at_five)
+        assert "the same command resumes" in sft(model, samples, killed, code=130).stderr
+    assert not (killed / "adaptor-r8.safetensors").exists()
+    assert "resumed at step 4 of 6" in sft(model, samples, killed).stderr
+    files = [folder / "adaptor-r8.safetensors" for folder in (whole, killed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert log(whole) == log(killed)
+
+
+def test_other_settings_in_the_same_folder_are_refused(model, samples, tmp_path):
+    sft(model, samples, tmp_path)
+    told = sft(model, samples, tmp_path, "--seed", "1", code=1).stderr
+    assert "holds a run with other settings or data" in told
+
+
+def test_training_goes_on_from_an_adaptor(model, samples, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    sft(model, samples, first)
+    sft(model, samples, second, "--start", first / "adaptor-r8.safetensors", "--offset")
+    assert log(second)[0][1] < log(first)[0][1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--lengths", "16"], "lengths has 16; no slot is seen before token 23"),
+        (["--lengths", "5000"], "lengths has 5000; the model has 1024 positions"),
+        (["--loss", "kl-target"], "kl-target needs --target"),
+        (["--visibility", "soon"], "soon"),
+        (["--data", "books"], "data is 'books'; known: redpajama"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_any_step(model, samples, tmp_path, change, message):
+    assert message in sft(model, samples, tmp_path, *change, code=1).stderr
+    assert not (tmp_path / "state.pt").exists()
+
+
+def test_answers_are_what_hugging_face_generates(model, hf_model, tmp_path):
+    prompts = [Sample(random_ids(n, n), kind="code", prefix=40) for n in (40, 37, 40)]
+    write_samples(tmp_path / "p.jsonl", prompts)
+    batch = ["--max-tokens", "12", "--batch-size", "2"]
+    call("answers", tmp_path / "p.jsonl", tmp_path / "a.jsonl", *batch, "--model", model)
+    answered = {sample.prompt: list(sample.answer) for sample in read_samples(tmp_path / "a.jsonl")}
+    assert answered.keys() == {sample.prompt for sample in prompts}
+    for prompt, answer in answered.items():
+        out = hf_model("llama").generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=0
+        )
+        assert answer == out[0, len(prompt) :].tolist()
+
+
+def test_prompts_come_from_code_meetings_and_text(model, tmp_path):
+    (tmp_path / "m.py").write_text("x = 1\n" * 400)
+    (tmp_path / "t.txt").write_text("a line of text\n" * 400)
+    options = ["--code", tmp_path, "--text", tmp_path / "t.txt", "--prefixes", "100,200"]
+    call("prompts", tmp_path / "p.jsonl", *options, "--model", model)
+    found = [(s.kind, s.prefix, len(s.prompt), s.name) for s in read_samples(tmp_path / "p.jsonl")]
+    assert found == [
+        ("code", 100, 100, "m.py"),
+        ("text", 100, 100, "t.txt"),
+        ("code", 200, 200, "m.py"),
+        ("text", 200, 200, "t.txt"),
+    ]
+
+
+def test_evaluate_prints_a_card_and_one_json_line(model, samples, tmp_path):
+    sft(model, samples, tmp_path / "run")
+    trained = f"mine={tmp_path / 'run' / 'adaptor-r8.safetensors'}"
+    options = ["--model", model, "--adaptor", trained, "--max-tokens", "9", "--swa", "16"]
+    result = call("evaluate", samples, *options, "--json", tmp_path / "e.json")
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert told == json.loads((tmp_path / "e.json").read_text())
+    names = {row["memory"] for row in told["rows"]}
+    windows = {"window = r8", "window = r4", "swa-16"}
+    assert names == {"full", "mine", "snapkv", "untrained W128 r8"} | windows
+    assert told["settings"]["adaptors"] == {"mine": "adaptor-r8.safetensors"}
+    assert all(row["samples"] == 6 and row["tokens"] == 54 for row in told["rows"])
+
+
+def test_ablation_trains_every_arm_once_and_keeps_results(model, tmp_path):
+    ids = [random_ids(320, seed) for seed in range(4)]
+    write_samples(tmp_path / "s.jsonl", [Sample(i[:310], i[310:], "code", 310) for i in ids])
+    data = f"samples={tmp_path / 's.jsonl'}"
+    options = ["--sft-data", data, "--pretrain-data", data, "--groups", "stage,levers"]
+    options += ["--lengths", "320", "--batch-tokens", "320", "--micro-tokens", "320"]
+    options += ["--steps", "2", "--max-tokens", "10", "--per-kind", "1", "--dtype", "float32"]
+    command = ["ablate", tmp_path / "s.jsonl", "--out", tmp_path / "out", "--model", model]
+    told = call(*command, *options)
+    results = {p.stem: json.loads(p.read_text()) for p in (tmp_path / "out").glob("*.json")}
+    assert len(results) == 3 + 6
+    for result in results.values():
+        assert result["tokens"] == 2 * 320 and len(result["loss"]) == 2
+        assert set(result["tok_iter"]) == {"310"}
+    both = results["levers--r_=_8_and_4_in_turn"]["tok_iter"]["310"]
+    assert both.keys() == {"r = 8", "r = 4"}
+    assert "levers: offset" in told.stderr
+    again = call(*command, *options)
+    assert "levers: offset\n" not in again.stderr  # nothing is trained a second time
+    assert again.stdout == told.stdout
+    assert "groups has 'x'" in call(*command, *options[:4], "--groups", "x", code=1).stderr
+
+
+def test_plots_are_drawn_from_results(model, samples, tmp_path):
+    ids = [random_ids(320, seed) for seed in range(2)]
+    write_samples(tmp_path / "s.jsonl", [Sample(i[:310], i[310:], "code", 310) for i in ids])
+    data, results = f"samples={tmp_path / 's.jsonl'}", tmp_path / "results"
+    results.mkdir()
+    options = ["--max-tokens", "10", "--model", model]
+    call("evaluate", tmp_path / "s.jsonl", *options, "--json", results / "e.json")
+    options += ["--sft-data", data, "--pretrain-data", data, "--groups", "initialisation,stage"]
+    options += ["--lengths", "320", "--batch-tokens", "320", "--micro-tokens", "320"]
+    options += ["--steps", "2", "--dtype", "float32", "--out", results / "ablations"]
+    call("ablate", tmp_path / "s.jsonl", *options)
+    drawn = call("plot", results, tmp_path / "png").stdout.split()
+    names = {"initialisation.png", "stage.png", "frontier-310.png", "distance.png"}
+    assert {path.rsplit("/", 1)[1] for path in drawn} == names
+    for path in (tmp_path / "png").iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
