@@ -1,7 +1,7 @@
 """The folder of a training run: settings, progress, adaptors, provenance, and what resuming needs.
 
 settings.json         all that decides the outcome; a resumed run must state the same
-state.pt              step, adaptor and optimiser
+state.safetensors     step, adaptor and optimiser
 log.jsonl             one line per step
 adaptor-r8.safetensors   the adaptor in bfloat16, one file per slot interval
 provenance.json       where it came from
@@ -42,7 +42,7 @@ class RunFolder:
     @property
     def state(self) -> Path:
         """File of the resumable state."""
-        return self.path / "state.pt"
+        return self.path / "state.safetensors"
 
     def resume(self, trainer: Trainer) -> int:
         """Takes the trainer to the last saved step, which is returned, and cuts the log there."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ...engines.adaptor import Adaptor
@@ -161,19 +163,26 @@ class Trainer:
         return self.teacher.run(block, causal_attention)[0][places]
 
     def save_state(self, path: Path) -> None:
-        """Writes all that a resumed run needs, atomically."""
+        """Writes all that a resumed run needs, atomically, as safetensors."""
+        tensors = {f"adaptor/{name}": tensor for name, tensor in self.adaptor.state_dict().items()}
+        for name, parameter in self.adaptor.named_parameters():
+            for key, tensor in self.optimizer.state[parameter].items():
+                tensors[f"{key}/{name}"] = tensor
         part = path.with_name(path.name + ".part")
-        state = {
-            "step": self.step,
-            "adaptor": self.adaptor.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-        torch.save(state, part)
+        save_file({k: t.contiguous() for k, t in tensors.items()}, part, {"step": str(self.step)})
         part.replace(path)
 
     def load_state(self, path: Path) -> None:
         """Goes on from a saved state: the same weights as if it had never stopped."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        self.adaptor.load_state_dict(state["adaptor"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        with safe_open(path, framework="pt", device=str(self.device)) as file:
+            self.step = int(file.metadata()["step"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            key, _, parameter = name.partition("/")
+            groups.setdefault(key, {})[parameter] = tensor
+        self.adaptor.load_state_dict(groups.pop("adaptor"))
+        for name, parameter in self.adaptor.named_parameters():
+            found = {key: named[name] for key, named in groups.items() if name in named}
+            if found:
+                self.optimizer.state[parameter] = found

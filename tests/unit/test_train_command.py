@@ -124,7 +124,7 @@ def test_training_goes_on_from_an_adaptor(model, samples, tmp_path):
 )
 def test_what_does_not_fit_is_refused_before_any_step(model, samples, tmp_path, change, message):
     assert message in sft(model, samples, tmp_path, *change, code=1).stderr
-    assert not (tmp_path / "state.pt").exists()
+    assert not (tmp_path / "state.safetensors").exists()
 
 
 def test_answers_are_what_hugging_face_generates(model, hf_model, tmp_path):

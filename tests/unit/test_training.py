@@ -143,11 +143,11 @@ def test_a_resumed_run_gives_the_same_weights(decoder, tmp_path, intervals):
     killed = new_trainer(decoder("llama"), settings)
     for report in killed.run():
         if report.step == 3:
-            killed.save_state(tmp_path / "state.pt")
+            killed.save_state(tmp_path / "state.safetensors")
         if report.step == 5:  # two steps that are lost
             break
     resumed = new_trainer(decoder("llama"), settings)
-    resumed.load_state(tmp_path / "state.pt")
+    resumed.load_state(tmp_path / "state.safetensors")
     again = list(resumed.run())
     assert [r.loss for r in again] == [r.loss for r in reports[3:]]
     assert same(weights(whole), weights(resumed))
