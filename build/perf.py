@@ -270,12 +270,13 @@ def _recipe_steps(recipe: str, settings):
 
 def _random_steps(shape: str, device: str, dtype: str, settings):
     """Decoders of random weights, random tokens, and what the record states."""
+    from ..engines.architectures import architecture
     from .bench import shapes
     from .bench.cuda import device_facts
     from .bench.draft_step import Decoders
 
     with usage():
-        config, kind = shapes.shape_of(shape), shapes.type_of(dtype)
+        config, kind = architecture(shape), shapes.type_of(dtype)
     where = shapes.check_device(device)
     decoder = shapes.random_decoder(config, kind, where)
     ids = torch.randint(config.vocab_size, (max(settings.prefixes),)).tolist()

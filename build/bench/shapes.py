@@ -8,41 +8,12 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ...engines.adaptor import Adaptor
-from ...engines.config import DecoderConfig, RopeConfig
+from ...engines.config import DecoderConfig
 from ...engines.decoder import Decoder, RotaryTable
 from ...engines.memory import SlotMemory
 from ...engines.pair import DTYPES
 from ...plugins.slot_attention.block import Block
 from .record import BenchError
-
-_ROPE = RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192)
-_LLAMA = {
-    "family": "llama",
-    "vocab_size": 128_256,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "norm_eps": 1e-5,
-    "max_positions": 131_072,
-    "rope": _ROPE,
-}
-# The numbers of the models' config.json.
-SHAPES = {
-    "llama-3.2-3b": DecoderConfig(
-        **_LLAMA, hidden_size=3072, layers=28, heads=24, intermediate_size=8192,
-        tied_embeddings=True,
-    ),
-    "llama-3.1-8b": DecoderConfig(
-        **_LLAMA, hidden_size=4096, layers=32, heads=32, intermediate_size=14336,
-        tied_embeddings=False,
-    ),
-}  # fmt: skip
-
-
-def shape_of(name: str) -> DecoderConfig:
-    """The sizes of a shape; raises ValueError for an unknown one."""
-    if name not in SHAPES:
-        raise ValueError(f"shape is {name!r}; choose from {', '.join(SHAPES)}")
-    return SHAPES[name]
 
 
 def type_of(name: str) -> torch.dtype:

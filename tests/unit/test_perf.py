@@ -15,6 +15,7 @@ from masw.build.bench import draft_step, generation, record, serving, shapes, sp
 from masw.clients.perf import ServingLoad
 from masw.clients.perf_analyzer import PerfAnalyzerError
 from masw.engines.adaptor import AdaptorConfig
+from masw.engines.architectures import architecture
 from masw.engines.decoder import Decoder
 from masw.engines.messages import TargetCall
 from masw.engines.pair import Pair
@@ -376,7 +377,7 @@ def test_the_plain_baseline_computes_what_the_decoder_does(folder):
 
 def test_random_decoders_have_the_sizes_of_their_shape():
     tiny = replace(
-        shapes.shape_of("llama-3.2-3b"), layers=1, hidden_size=64, intermediate_size=96,
+        architecture("llama-3.2-3b"), layers=1, hidden_size=64, intermediate_size=96,
         vocab_size=99, max_positions=64,
     )  # fmt: skip
     decoder = shapes.random_decoder(tiny, torch.bfloat16, torch.device("cpu"))
@@ -393,7 +394,7 @@ def test_random_decoders_have_the_sizes_of_their_shape():
     [
         (["kernel", "--shapes", "70b"], 2, "choose from 1b, 3b, 8b"),
         (["kernel", "--entries", "100"], 2, "above 272"),
-        (["draft-step", "--shape", "gpt"], 2, "choose from llama-3.2-3b"),
+        (["draft-step", "--shape", "gpt"], 2, "known: llama-3.2-3b"),
         (["draft-step", "--device", "cuda"], 2, "give --shape"),
     ],
 )
