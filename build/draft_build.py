@@ -1,0 +1,176 @@
+"""`masw-build draft`: a Hugging Face model and its adaptor as a TensorRT engine folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ..engines.adaptor import Adaptor
+from ..engines.decoder import Decoder
+from ..engines.draft_io import DraftIO
+from ..engines.engine_folder import ENGINE, Builder, DraftEngine
+from ..engines.pair import DTYPES
+from .bench.record import machine, versions, without_folder
+from .draft_plan import DraftPlan
+from .network.draft import EngineBuildError, draft_network, load_tensorrt
+
+Say = Callable[[str], None]
+TIMING_CACHE = "timing.cache"
+
+
+@dataclass(frozen=True)
+class DraftBuild:
+    """What is built of what, and with which module of TensorRT."""
+
+    plan: DraftPlan
+    model: Path
+    out: Path
+    adaptor: Path | None = None
+    module: str = "tensorrt"
+
+    def __post_init__(self):
+        if not (self.model / "config.json").is_file():
+            raise ValueError(f"{self.model} is no model folder: it has no config.json")
+        if self.adaptor is not None and not self.adaptor.is_file():
+            raise ValueError(f"adaptor {self.adaptor} does not exist")
+        if self.out.exists() and any(self.out.iterdir()):
+            raise ValueError(f"{self.out} is not empty; give another --out or remove it")
+
+
+def build_draft(build: DraftBuild, say: Say) -> Path:
+    """Builds the engine folder; it appears whole or not at all.
+
+    Raises ImportError with the remedy where TensorRT is missing, ValueError for what does not fit,
+    before anything slow; EngineBuildError where TensorRT gives up.
+    """
+    trt = load_tensorrt(build.module)
+    capability = _check_device(build)
+    say("reading weights")
+    decoder = Decoder.load(build.model, DTYPES[build.plan.io.dtype])
+    base = decoder.fingerprint()
+    adaptor = None
+    if build.adaptor is not None:
+        adaptor = Adaptor.load(build.adaptor, decoder.config, base).to(decoder.embed_tokens.weight)
+    started = datetime.now(UTC)
+    plan_bytes = _serialize(trt, build.plan.io, decoder, adaptor, build.out.parent, say)
+    engine = DraftEngine(
+        model=build.plan.model,
+        io=build.plan.io,
+        draft_tokens=build.plan.draft_tokens,
+        builder=Builder(build.module, trt.__version__, "native", capability),
+        base=base,
+        adaptor=_sha256(build.adaptor),
+        tokenizer=_sha256(build.model / "tokenizer.json"),
+    )
+    build.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=build.out.parent, prefix=f".{build.out.name}.") as scratch:
+        stage = Path(scratch) / build.out.name
+        stage.mkdir()
+        (stage / ENGINE).write_bytes(plan_bytes)
+        engine.write(stage)
+        _write_provenance(stage, started, len(plan_bytes))
+        if build.out.exists():
+            build.out.rmdir()
+        stage.rename(build.out)
+    return build.out
+
+
+def _check_device(build: DraftBuild) -> str | None:
+    """The compute capability to build for; refuses a GPU that cannot hold the draft."""
+    if not torch.cuda.is_available():
+        if build.module == "tensorrt":
+            raise ValueError(
+                "tensorrt builds for the GPU it runs on, and there is none; run the same command "
+                "in the container on a machine with one, or plan with --dry-run"
+            )
+        return None
+    free, _ = torch.cuda.mem_get_info()
+    build.plan.check_device(free, torch.cuda.get_device_name())
+    return ".".join(map(str, torch.cuda.get_device_capability()))
+
+
+def _serialize(
+    trt: ModuleType, io: DraftIO, decoder: Decoder, adaptor: Adaptor | None, cache: Path, say: Say
+) -> bytes:
+    say("describing the network")
+    logger = trt.Logger(trt.Logger.WARNING)
+    network = draft_network(trt, logger, io, decoder, adaptor)
+    config = network.builder_config()
+    with _progress(trt) as monitor, _timing_cache(trt, config, cache):
+        config.progress_monitor = monitor
+        say("building the engine")
+        return network.build(config)
+
+
+@contextmanager
+def _timing_cache(trt: ModuleType, config: Any, folder: Path) -> Iterator[None]:
+    """Tactic timings kept beside the engines, so that a second build is quick (TensorRT only)."""
+    if trt.__name__ != "tensorrt":  # TensorRT-RTX measures on the user's machine instead
+        yield
+        return
+    path = folder / TIMING_CACHE
+    cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+    config.set_timing_cache(cache, ignore_mismatch=False)
+    yield
+    path.write_bytes(bytes(config.get_timing_cache().serialize()))
+
+
+@contextmanager
+def _progress(trt: ModuleType) -> Iterator[Any]:
+    """A TensorRT progress monitor that draws one bar per phase on standard error."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+
+        class Monitor(trt.IProgressMonitor):
+            """Bars by the name of the phase."""
+
+            def __init__(self):
+                super().__init__()
+                self.tasks: dict[str, TaskID] = {}
+
+            def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int):
+                self.tasks[phase_name] = bars.add_task(phase_name, total=num_steps)
+
+            def step_complete(self, phase_name: str, step: int) -> bool:
+                bars.update(self.tasks[phase_name], completed=step)
+                return True
+
+            def phase_finish(self, phase_name: str):
+                bars.remove_task(self.tasks.pop(phase_name))
+
+        yield Monitor()
+
+
+def _write_provenance(stage: Path, started: datetime, size: int) -> None:
+    record = {
+        "command": " ".join(["masw-build", *map(without_folder, sys.argv[1:])]),
+        "started": started.isoformat(timespec="seconds"),
+        "seconds": round((datetime.now(UTC) - started).total_seconds(), 1),
+        "engine_bytes": size,
+        "machine": machine(),
+        "versions": versions(),
+    }
+    (stage / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _sha256(path: Path | None) -> str | None:
+    if path is None or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+__all__ = ["DraftBuild", "EngineBuildError", "build_draft"]
