@@ -22,10 +22,9 @@ from ..engines.adaptor import Adaptor
 from ..engines.decoder import Decoder
 from ..engines.draft_io import DraftIO
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine
-from ..engines.pair import DTYPES
 from .bench.record import machine, versions, without_folder
 from .draft_plan import DraftPlan
-from .network.draft import EngineBuildError, draft_network, load_tensorrt
+from .network.draft import draft_network, load_tensorrt
 
 Say = Callable[[str], None]
 TIMING_CACHE = "timing.cache"
@@ -59,11 +58,11 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
     trt = load_tensorrt(build.module)
     capability = _check_device(build)
     say("reading weights")
-    decoder = Decoder.load(build.model, DTYPES[build.plan.io.dtype])
+    decoder = Decoder.load(build.model, dtype=None)  # the network converts
     base = decoder.fingerprint()
     adaptor = None
     if build.adaptor is not None:
-        adaptor = Adaptor.load(build.adaptor, decoder.config, base).to(decoder.embed_tokens.weight)
+        adaptor = Adaptor.load(build.adaptor, decoder.config, base)
     started = datetime.now(UTC)
     plan_bytes = _serialize(trt, build.plan.io, decoder, adaptor, build.out.parent, say)
     engine = DraftEngine(
@@ -171,6 +170,3 @@ def _sha256(path: Path | None) -> str | None:
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-__all__ = ["DraftBuild", "EngineBuildError", "build_draft"]

@@ -295,10 +295,13 @@ class Decoder(nn.Module):
     def load(
         cls,
         directory: Path,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Decoder:
-        """Loads a Hugging Face directory (config.json + safetensors), strictly."""
+        """Loads a Hugging Face directory (config.json + safetensors), strictly.
+
+        dtype None keeps the precision of the files.
+        """
         config = DecoderConfig.load(directory)
         with torch.device("meta"):
             decoder = cls(config)
@@ -314,7 +317,7 @@ class Decoder(nn.Module):
 
 
 def _read_weights(
-    directory: Path, dtype: torch.dtype, device: torch.device | str
+    directory: Path, dtype: torch.dtype | None, device: torch.device | str
 ) -> dict[str, Tensor]:
     """All tensors of a directory's safetensors files under the decoder's own names."""
     files = _weight_files(directory)
@@ -323,7 +326,7 @@ def _read_weights(
         with safe_open(path, framework="pt", device=str(device)) as file:
             for name in file.keys():  # noqa: SIM118
                 if not name.endswith("rotary_emb.inv_freq"):
-                    tensors[name.removeprefix("model.")] = file.get_tensor(name).to(dtype)
+                    tensors[name.removeprefix("model.")] = file.get_tensor(name).to(dtype=dtype)
     return tensors
 
 

@@ -1,7 +1,10 @@
 """`masw-build draft`: plans against independent arithmetic, folders that fit, refusals by name."""
 
+import hashlib
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -193,3 +196,37 @@ def test_draft_tokens_beyond_the_rollback_window_are_refused():
             ),
             draft_tokens=9,
         )
+
+
+def test_an_engine_is_really_built_without_a_gpu(model_dir, tmp_path):
+    """TensorRT-RTX builds on a CPU; in a process of its own, as the command runs."""
+    model = model_dir("qwen3")
+    decoder = Decoder.load(model)
+    adaptor = tmp_path / "a.safetensors"
+    decoder.copy_adaptor(AdaptorConfig(decoder.fingerprint(), 16, 16, 4)).save(adaptor)
+    out = tmp_path / "engines" / "tiny"
+    sizes = ["--max-length", "512", "--chunk", "64", "--max-sequences", "2", "--dtype", "float16"]
+    command = [sys.executable, "-m", "masw.build.commands", "draft", str(model), *sizes]
+    command += ["--adaptor", str(adaptor), "--module", "tensorrt_rtx", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    engine = DraftEngine.load(out)
+    assert engine.model == decoder.config and engine.base == decoder.fingerprint()
+    assert engine.io.rule == MemoryRule(16, 16, 16, 4)
+    assert (engine.builder.module, engine.builder.attention) == ("tensorrt_rtx", "native")
+    assert engine.adaptor == hashlib.sha256(adaptor.read_bytes()).hexdigest()
+    weights = sum(2 * p.numel() for p in decoder.parameters())
+    assert (out / ENGINE).stat().st_size > weights
+    assert {path.name for path in out.parent.iterdir()} == {"tiny"}  # no scratch is left
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 1 and "is not empty" in again.stderr
+
+
+def test_an_adaptor_of_another_base_is_refused(model_dir, tmp_path):
+    adaptor = tmp_path / "a.safetensors"
+    other = Decoder.load(model_dir("llama-tied"))
+    other.copy_adaptor(AdaptorConfig("f" * 64, 16, 16, 4)).save(adaptor)
+    sizes = ["--max-length", "512", "--module", "tensorrt_rtx", "--out", tmp_path / "e"]
+    told = call(model_dir("llama-tied"), *sizes, "--adaptor", adaptor, code=1).stderr
+    assert "was made for base model ffffffffffff" in told
+    assert not (tmp_path / "e").exists()
