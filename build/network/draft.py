@@ -9,7 +9,7 @@ from typing import Any
 
 from ...engines.adaptor import Adaptor, AdaptorError
 from ...engines.decoder import Decoder
-from ...engines.draft_io import BATCH, POSITIONS, DraftIO, IoTensor, Profile
+from ...engines.draft_io import BATCH, POSITIONS, DraftIO, Profile
 from .attention import AttentionMaker, native_attention
 from .decoder import NetworkDecoder
 from .graph import Graph
