@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -21,10 +20,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from ..engines.adaptor import Adaptor
 from ..engines.decoder import Decoder
 from ..engines.draft_io import DraftIO
-from ..engines.engine_folder import ENGINE, Builder, DraftEngine
+from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
+from ..engines.tensorrt_module import load_tensorrt
 from .bench.record import machine, versions, without_folder
 from .draft_plan import DraftPlan
-from .network.draft import draft_network, load_tensorrt
+from .network.draft import draft_network
 
 Say = Callable[[str], None]
 TIMING_CACHE = "timing.cache"
@@ -71,8 +71,8 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
         draft_tokens=build.plan.draft_tokens,
         builder=Builder(build.module, trt.__version__, "native", capability),
         base=base,
-        adaptor=_sha256(build.adaptor),
-        tokenizer=_sha256(build.model / "tokenizer.json"),
+        adaptor=file_sha256(build.adaptor),
+        tokenizer=file_sha256(build.model / "tokenizer.json"),
     )
     build.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build.out.parent, prefix=f".{build.out.name}.") as scratch:
@@ -163,10 +163,3 @@ def _write_provenance(stage: Path, started: datetime, size: int) -> None:
         "versions": versions(),
     }
     (stage / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _sha256(path: Path | None) -> str | None:
-    if path is None or not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,7 +40,12 @@ def generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
 
 def draw(logits: Tensor, random: torch.Generator) -> int:
     """One token from the softmax of adjusted logits (V,)."""
-    return int(torch.multinomial(logits.softmax(-1), 1, generator=random))
+    return int(sample(logits, random))
+
+
+def sample(logits: Tensor, random: torch.Generator) -> Tensor:
+    """`draw` that stays on the device: (1,) int64."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=random)
 
 
 def next_token(logits: Tensor, sampling: Sampling, random: torch.Generator | None) -> int:

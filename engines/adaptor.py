@@ -8,6 +8,8 @@ The file is safetensors with a JSON header; loading is strict and checks the bas
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -161,13 +163,25 @@ class Adaptor(nn.Module):
 
 def read_adaptor(path: Path) -> tuple[AdaptorConfig, dict[str, Tensor]]:
     """Header and tensors of an adaptor file, not yet checked against a model."""
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return read_header(path), tensors
+
+
+def read_header(path: Path) -> AdaptorConfig:
+    """The header of an adaptor file alone."""
+    with _opened(path) as file:
+        header = file.metadata() or {}
+    return _read_header(path, header.get("masw", "{}"))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            yield file
     except Exception as error:
         raise AdaptorError(f"{path} is not a safetensors file: {error}") from error
-    return _read_header(path, header.get("masw", "{}")), tensors
 
 
 def _read_header(path: Path, text: str) -> AdaptorConfig:

@@ -7,6 +7,7 @@ provenance.json   where it came from
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -86,19 +87,46 @@ class DraftEngine:
             raise EngineFolderError(f"{path} does not fit this version: {error}") from None
 
     def check_use(
-        self, base: str, tokenizer: str | None = None, version: str | None = None
+        self,
+        base: str | None = None,
+        tokenizer: str | None = None,
+        version: str | None = None,
+        compute_capability: str | None = None,
     ) -> None:
-        """Refuses another base model, another tokenizer, or another version of TensorRT."""
+        """Refuses another base model, tokenizer, version of TensorRT, or kind of GPU.
+
+        None is not compared; a builder without a GPU made an engine for any kind.
+        """
+        if self.builder.compute_capability is None:
+            compute_capability = None
         for name, wanted, found in (
             ("base model", base, self.base),
             ("tokenizer", tokenizer, self.tokenizer),
             (f"{self.builder.module} version", version, self.builder.version),
+            ("compute capability", compute_capability, self.builder.compute_capability),
         ):
             if wanted is not None and wanted != found:
                 raise EngineFolderError(
                     f"the engine was built for {name} {str(found)[:16]}, not {wanted[:16]}; "
                     "build it again with `masw-build draft`"
                 )
+
+
+def is_engine_folder(directory: Path) -> bool:
+    """Whether a folder's config.json is that of a draft engine, of whichever version."""
+    try:
+        data = json.loads((directory / CONFIG).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and str(data.get("format")).startswith("masw-draft-engine-")
+
+
+def file_sha256(path: Path | None) -> str | None:
+    """Hex digest of a file; None without one."""
+    if path is None or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _nested(data: dict[str, Any]) -> dict[str, Any]:

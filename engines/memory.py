@@ -31,7 +31,8 @@ class SlotMemory:
 
     k, v: (L, rows, Hkv, capacity, D). A row's state is its fed length `fed[row]`; which entry
     holds what follows from it (reference.py). Entries are stored after RoPE. With
-    `MemoryRule.full` this is an ordinary KV cache.
+    `MemoryRule.full` this is an ordinary KV cache. `capacity` may ask for more entries than the
+    rule needs.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class SlotMemory:
         max_length: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        capacity: int = 0,
     ):
         if rows < 1:
             raise ValueError(f"rows is {rows}; a memory holds 1 or more sequences")
         self.rule, self.max_length = rule, max_length
-        self.capacity = rule.capacity(max_length)
+        self.capacity = max(capacity, rule.capacity(max_length))
         shape = (layers, rows, kv_heads, self.capacity, head_dim)
         self.k, self.v = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
         self.fed = [0] * rows
@@ -94,22 +96,42 @@ class SlotMemory:
         k, v: (L, B, Hkv, N, D) of the block's positions. Advances `fed`. On CUDA one kernel
         writes all of it, and nothing here waits for it.
         """
-        for row, fed in zip(block.rows, block.fed, strict=True):
-            if self.fed[row] != fed:
-                raise ValueError(f"row {row} holds {self.fed[row]} tokens, not {fed}")
+        self._check_fed(block)
+        self.store(block, k, v)
+        self.advance(block)
+
+    def store(self, block: Block, k: Tensor, v: Tensor) -> None:
+        """The part of `write` that concerns keys and values. Does not advance `fed`.
+
+        k, v may have more sequences and positions than the block; those are left out.
+        """
         if self.k.is_cuda:
             from ..plugins.slot_attention.launch import append  # Triton is there where CUDA is
 
             append(self.k, self.v, block, k, v)
+            return
+        for i, row in enumerate(block.rows):
+            places, entries = self._entries(block, i, block.fed[i] + block.raw_counts[i])
+            self.k[:, row, :, entries] = k[:, i, :, places]
+            self.v[:, row, :, entries] = v[:, i, :, places]
+
+    def advance(self, block: Block) -> None:
+        """The part of `write` that concerns lengths: the block's tokens count as fed.
+
+        Several blocks that were stored one after the other may be one here.
+        """
+        self._check_fed(block)
         for i, row in enumerate(block.rows):
             length = block.fed[i] + block.raw_counts[i]
             places, entries = self._entries(block.host, i, length)
-            if not self.k.is_cuda:
-                self.k[:, row, :, entries] = k[:, i, :, places]
-                self.v[:, row, :, entries] = v[:, i, :, places]
             self._written[row, entries] = block.host.times[i, places]
             self.fed[row] = length
             self._peak[row] = max(self._peak[row], length)
+
+    def _check_fed(self, block: Block) -> None:
+        for row, fed in zip(block.rows, block.fed, strict=True):
+            if self.fed[row] != fed:
+                raise ValueError(f"row {row} holds {self.fed[row]} tokens, not {fed}")
 
     def _entries(self, block: Block, i: int, length: int) -> tuple[Tensor, Tensor]:
         """Positions of sequence i of a block that are kept, and the entries they go to."""

@@ -1,7 +1,8 @@
 """A prepared pair of target and draft: one folder from which every engine loads.
 
 pair.json             format, dtype, memory rule and limits
-target/  draft/       Hugging Face folders (links; the same one for a model drafting itself)
+target/  draft/       Hugging Face folders (links; the same one for a model drafting itself);
+                      draft/ may be a compiled draft (engine_folder.py) instead
 adaptor.safetensors   the draft's memory adaptor
 provenance.json       where all of it came from
 """
@@ -16,11 +17,14 @@ from pathlib import Path
 import torch
 
 from ..plugins.slot_attention.rule import MemoryRule
-from .adaptor import Adaptor
+from .adaptor import Adaptor, read_header
 from .decoder import Decoder
 from .draft import TorchDraft
+from .engine_folder import DraftEngine, file_sha256, is_engine_folder
+from .executor import TensorRTExecutor
 from .speculative import LoopSettings
 from .target import TorchTarget
+from .tensorrt_draft import TensorRTDraft
 
 FORMAT = "masw-pair-1"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,12 +125,17 @@ def load_draft(
     mode: DraftMode = DraftMode.SLOTS,
     max_sequences: int = 8,
     window: int | None = None,
-) -> TorchDraft:
-    """The pair's draft engine in a mode other than `none`."""
+) -> TorchDraft | TensorRTDraft:
+    """The pair's draft engine in a mode other than `none`: compiled if draft/ holds an engine."""
     pair = Pair.load(directory)
     rule = pair.rule(mode, window)
     if rule is None:
         raise PairError("draft mode 'none' has no draft engine")
+    if is_engine_folder(directory / "draft"):
+        engine = load_engine(directory, rule, max_sequences)
+        executor = TensorRTExecutor(directory / "draft", engine)
+        limits = {"max_length": pair.max_length, "max_draft_tokens": pair.max_draft_tokens}
+        return TensorRTDraft(engine, executor, **limits)
     decoder = Decoder.load(directory / "draft", DTYPES[pair.dtype])
     return TorchDraft(
         decoder,
@@ -146,3 +155,34 @@ def load_adaptor(directory: Path, decoder: Decoder, rule: MemoryRule) -> Adaptor
     if made_for != rule:
         raise PairError(f"the adaptor was made for {made_for}, the pair states {rule}")
     return adaptor.to(decoder.embed_tokens.weight).requires_grad_(False)
+
+
+def load_engine(directory: Path, rule: MemoryRule, max_sequences: int) -> DraftEngine:
+    """What the pair's compiled draft states, checked against the pair and the use of it.
+
+    Raises PairError or EngineFolderError naming field, limit and remedy.
+    """
+    pair, engine = Pair.load(directory), DraftEngine.load(directory / "draft")
+    adaptor = directory / "adaptor.safetensors"
+    engine.check_use(
+        base=read_header(adaptor).base if adaptor.is_file() else None,
+        tokenizer=file_sha256(directory / "target" / "tokenizer.json"),
+    )
+    if rule.interval and engine.adaptor != file_sha256(adaptor):
+        raise PairError(
+            f"the engine was built with another adaptor than {adaptor}; build it again with "
+            "`masw-build draft --adaptor`"
+        )
+    if engine.io.rule != rule:
+        raise PairError(f"the engine was built for {engine.io.rule}; this pair and draft mode need {rule}")
+    for name, value, limit in (
+        ("max_length", pair.max_length, engine.io.max_length),
+        ("max_draft_tokens", pair.max_draft_tokens, engine.draft_tokens),
+        ("max_sequences", max_sequences, engine.io.max_sequences),
+    ):
+        if value > limit:
+            raise PairError(
+                f"{name} is {value}; the engine allows up to {limit}: lower it, or build the "
+                "engine for more with `masw-build draft`"
+            )
+    return engine

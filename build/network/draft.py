@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,24 +14,9 @@ from .decoder import NetworkDecoder
 from .graph import Graph
 from .visibility import BlockInputs
 
-REMEDIES = {
-    "tensorrt": "run in NVIDIA's TensorRT-LLM container, which has it",
-    "tensorrt_rtx": "pip install tensorrt-rtx",
-}
-
 
 class EngineBuildError(RuntimeError):
     """TensorRT could not build the engine; its log says why."""
-
-
-def load_tensorrt(name: str) -> ModuleType:
-    """The module `tensorrt` or `tensorrt_rtx`; raises ImportError with the remedy."""
-    if name not in REMEDIES:
-        raise ValueError(f"TensorRT module is {name!r}; use one of {', '.join(REMEDIES)}")
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{name} is not installed: {REMEDIES[name]}") from error
 
 
 @dataclass

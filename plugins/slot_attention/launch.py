@@ -158,13 +158,28 @@ def merge(partial: Tensor, lse: Tensor, out: Tensor) -> None:
 
 def append(memory_k: Tensor, memory_v: Tensor, block: Block, k: Tensor, v: Tensor) -> None:
     """Writes k, v (L, B, Hkv, N, D) of a block to memory (L, rows, Hkv, M, D) in one launch."""
+    rows, _, lengths = block.state
+    append_to(memory_k, memory_v, block.rule, (rows, lengths, block.times, block.kind), k, v)
+
+
+def append_to(
+    memory_k: Tensor,
+    memory_v: Tensor,
+    rule: MemoryRule,
+    numbers: tuple[Tensor, Tensor, Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+) -> None:
+    """`append` of a block that only the device knows; reads nothing on the host.
+
+    numbers: rows, lengths after the block (B,), times, kind (B, N), integers on the device.
+    """
     layers, batch, kv_heads, positions, dim = k.shape
     _check_memory(memory_k, memory_v)
-    rows, _, lengths = block.state
     grid = (triton.cdiv(positions, APPEND_ROWS), kv_heads, layers * batch)
     append_kernel[grid](
-        k.contiguous(), v.contiguous(), rows, lengths, block.times, block.kind,
-        batch, memory_k.shape[1], positions, memory_k.shape[3], *rule_scalars(block.rule)[:4],
+        k.contiguous(), v.contiguous(), *numbers,
+        batch, memory_k.shape[1], positions, memory_k.shape[3], *rule_scalars(rule)[:4],
         memory_k, memory_v, **_head_constants(dim), BLOCK=APPEND_ROWS, num_warps=2,
     )  # fmt: skip
 
