@@ -79,9 +79,8 @@ class Layout:
         calls, sequences = numbers["rows"].shape
         packed = np.zeros((calls, self.size), np.int32)
         for name, start in self.starts.items():
-            each = math.prod(self.shape(name)[1:])
-            part = packed[:, start : start + sequences * each]
-            part[:] = numbers[name].reshape(calls, -1)
+            count = sequences * math.prod(self.shape(name)[1:])
+            packed[:, start : start + count] = numbers[name].reshape(calls, count)
         return packed
 
 

@@ -174,7 +174,9 @@ def load_engine(directory: Path, rule: MemoryRule, max_sequences: int) -> DraftE
             "`masw-build draft --adaptor`"
         )
     if engine.io.rule != rule:
-        raise PairError(f"the engine was built for {engine.io.rule}; this pair and draft mode need {rule}")
+        raise PairError(
+            f"the engine was built for {engine.io.rule}; this pair and draft mode need {rule}"
+        )
     for name, value, limit in (
         ("max_length", pair.max_length, engine.io.max_length),
         ("max_draft_tokens", pair.max_draft_tokens, engine.draft_tokens),
