@@ -38,27 +38,63 @@ CLASSES = {
 }
 
 
+class _Expected:
+    """Name, shape and dtype of a tensor as TensorRT inferred them."""
+
+    def __init__(self, tensor):
+        self.name, self.dims = tensor.name, tuple(tensor.shape)
+        self.dtype = TYPES[tensor.dtype.name]
+
+    def check(self, value: Tensor) -> Tensor:
+        """The value, which must be what TensorRT expects."""
+        fits = len(self.dims) == value.dim() and all(
+            size in (-1, found) for size, found in zip(self.dims, value.shape, strict=True)
+        )
+        assert fits, f"{self.name} is {tuple(value.shape)}, not {self.dims}"
+        assert value.dtype == self.dtype, f"{self.name}: {value.dtype}"
+        return value
+
+
+class _Step:
+    """One layer: how to evaluate it, what it reads and what it gives."""
+
+    def __init__(self, evaluate, layer):
+        self.evaluate, self.layer = evaluate, layer
+        self.reads = [tensor.name for tensor in _inputs(layer)]
+        self.gives = [_Expected(layer.get_output(i)) for i in range(layer.num_outputs)]
+
+    def run(self, values: dict[str, Tensor]) -> None:
+        """Adds the layer's results to the values."""
+        results = self.evaluate(self.layer, *(values[name] for name in self.reads))
+        results = results if isinstance(results, tuple) else (results,)
+        for tensor, value in zip(self.gives, results, strict=True):
+            values[tensor.name] = tensor.check(value)
+
+
 class NetworkInterpreter:
     """Runs a network of the module `trt`; `run` may be called any number of times."""
 
     def __init__(self, trt, network):
         self.trt, self.network = trt, network
-        self.inputs = {network.get_input(i).name for i in range(network.num_inputs)}
+        self.inputs = [_Expected(network.get_input(i)) for i in range(network.num_inputs)]
         self.outputs = {network.get_output(i).name for i in range(network.num_outputs)}
-        self.steps = self._in_order([self._step(i) for i in range(network.num_layers)])
+        ordered = self._in_order([self._step(i) for i in range(network.num_layers)])
+        steps = [_Step(*step) for step in ordered]
+        self.constants = {}  # they do not change from run to run
+        for step in steps:
+            if not step.reads:
+                step.run(self.constants)
+        self.steps = [step for step in steps if step.reads]
 
     def run(self, feeds: dict[str, Tensor]) -> dict[str, Tensor]:
         """The outputs by name, given every input by name."""
-        assert feeds.keys() == self.inputs, f"inputs are {sorted(self.inputs)}"
-        values = {}
-        for i in range(self.network.num_inputs):
-            tensor = self.network.get_input(i)
-            values[tensor.name] = self._checked(tensor, feeds[tensor.name])
-        for evaluate, layer in self.steps:
-            results = evaluate(layer, *(values[tensor.name] for tensor in _inputs(layer)))
-            results = results if isinstance(results, tuple) else (results,)
-            for i, value in enumerate(results):
-                values[layer.get_output(i).name] = self._checked(layer.get_output(i), value)
+        names = {tensor.name for tensor in self.inputs}
+        assert feeds.keys() == names, f"inputs are {sorted(names)}"
+        values = dict(self.constants)
+        for tensor in self.inputs:
+            values[tensor.name] = tensor.check(feeds[tensor.name])
+        for step in self.steps:
+            step.run(values)
         return {name: values[name] for name in self.outputs}
 
     def _step(self, i: int) -> tuple:
@@ -71,7 +107,7 @@ class NetworkInterpreter:
 
     def _in_order(self, steps: list[tuple]) -> list[tuple]:
         """Steps such that each comes after those whose results it reads."""
-        known, ordered = set(self.inputs), []
+        known, ordered = {tensor.name for tensor in self.inputs}, []
         while steps:
             ready = [x for x in steps if all(tensor.name in known for tensor in _inputs(x[1]))]
             assert ready, "the network has a cycle"
@@ -80,15 +116,6 @@ class NetworkInterpreter:
                 known |= {layer.get_output(i).name for i in range(layer.num_outputs)}
             steps = [x for x in steps if x[1].get_output(0).name not in known]
         return ordered
-
-    def _checked(self, tensor, value: Tensor) -> Tensor:
-        expected = tuple(tensor.shape)
-        fits = len(expected) == value.dim() and all(
-            size in (-1, found) for size, found in zip(expected, value.shape, strict=True)
-        )
-        assert fits, f"{tensor.name} is {tuple(value.shape)}, not {expected}"
-        assert value.dtype == TYPES[tensor.dtype.name], f"{tensor.name}: {value.dtype}"
-        return value
 
     # --- one method per layer type: (layer, inputs ...) -> outputs
 

@@ -30,12 +30,12 @@ from tests.pairs import (
     requests_of,
 )
 
-NEW = 20
+NEW = 12
 BOTH = ("materialized", "evicted")
 SLOTS = [Kind("slots", *rest) for rest in product((1, 4, 7), BOTH)]
 PLAIN = [Kind("full"), Kind("window")]
 SAMPLED = Sampling(0.9, top_k=40, top_p=0.95)
-LENGTHS = (1, 2, 16, 33, 49, 72, 129, 200)  # edges of the memory and of chunks
+LENGTHS = (1, 16, 33, 49, 72, 200)  # edges of the memory and of chunks
 
 
 class Twins(Draft):
@@ -138,13 +138,21 @@ def test_every_family_proposes_the_same_tokens(pairs, name, visibility):
 
 @pytest.mark.parametrize("kind", [*SLOTS, *PLAIN], ids=str)
 def test_every_rule_proposes_the_same_tokens(pairs, kind):
-    generate(pairs(), "near", kind, 6, lengths=LENGTHS[2:7])
+    generate(pairs(), "near", kind, 6, lengths=(33, 49, 131))
 
 
 @pytest.mark.parametrize("gamma", range(1, R + 1))
 def test_every_draft_length_proposes_the_same_tokens(pairs, gamma):
     kind = SLOTS[gamma % len(SLOTS)]
-    generate(pairs(), "same" if gamma % 3 else "near", kind, gamma, lengths=(5, 45, 131))
+    generate(pairs(), "same" if gamma % 3 else "near", kind, gamma, lengths=(5, 131))
+
+
+def test_every_accepted_length_occurs(pairs):
+    seen = set()
+    for name in ("same", "near"):
+        _, steps = generate(pairs(), name, Kind("full"), 4)
+        seen |= {step.accepted for step in steps if step.drafts}
+    assert seen == set(range(5))
 
 
 @pytest.mark.parametrize("name", ["same", "near", "other"])
@@ -172,7 +180,7 @@ def test_any_calls_are_answered_alike(pairs, kind):
 
     text, start, proposed = {}, {}, {}
     catch_up = set()
-    for turn in range(40):
+    for turn in range(16):
         calls = []
         for number in range(4):
             if pick(3) == 0:
@@ -204,10 +212,10 @@ def test_any_calls_are_answered_alike(pairs, kind):
 def test_rollback_and_catch_up_at_every_offset_of_a_boundary(pairs, visibility):
     """One sequence through several units: accepted a, then one token of the target's own."""
     twins = Twins(pairs().drafts["same"], MemoryRule(6, 9, 8, 5, visibility), draft_tokens=8)
-    for accepted in range(9):
+    for accepted in (0, 1, 3, 6, 7, 8):
         text, proposed = random_ids(20 + accepted, seed=accepted), ()
         start = 0
-        for step in range(7):
+        for step in range(5):
             new = text[start:] if not step else [*proposed[:accepted], 3 + step]
             proposed = twins.say(1, start, new, 8).ids
             text = text[:start] + new
@@ -235,7 +243,8 @@ def test_drafting_up_to_the_last_position(pairs, kind):
     for length in range(60, 65):
         proposal = twins.say(1, 0, random_ids(length), 8)
         assert len(proposal.ids) == min(8, 64 - length + 1)
-        assert twins.compiled.memory.fed[0 if not length else -1] <= 64
+        row = twins.compiled._sequences[1].row
+        assert twins.compiled.memory.fed[row] == length + len(proposal.ids) - 1
     assert isinstance(twins.propose([DraftCall(2, 0, [3] * 65, 1)])[0], ValueError)
 
 
