@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 class Streams:
@@ -42,3 +43,9 @@ class Streams:
                 if row in self._prefilled:
                     self._draft.wait_event(self._prefilled.pop(row))
             yield
+
+    @staticmethod
+    def hand_over(tensor: Tensor) -> None:
+        """Says that a tensor made while drafting is used by the caller's stream as well."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.default_stream(tensor.device))

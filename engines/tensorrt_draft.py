@@ -125,7 +125,7 @@ class TensorRTDraft(DraftTurns):
 
     def _enqueue(self, steps: DraftingSteps, plan: DraftingPlan, turns: Sequence[Turn]) -> None:
         """All steps; as a CUDA graph where nothing is sampled, from a bucket's second time on."""
-        greedy = not any(turn.random for turn in turns)
+        greedy = all(turn.random is None for turn in turns)
         if greedy and steps.graph is not None:
             steps.graph.replay()
             return
@@ -158,6 +158,7 @@ class TensorRTDraft(DraftTurns):
             adjusted = adjust(logits, turn.call.sampling)
             steps.chosen[step, i : i + 1] = sample(adjusted, turn.random)
             if turn.call.return_logits:
+                self._streams.hand_over(adjusted)
                 turn.logits.append(adjusted)
 
     # --- memory and buffers

@@ -316,9 +316,7 @@ def test_an_engine_that_does_not_fit_its_pair_is_refused_by_name(folder, fields,
 
 def test_another_draft_mode_than_the_engine_has_is_refused(folder):
     for mode in (DraftMode.FULL, DraftMode.WINDOW):
-        with pytest.raises(
-            PairError, match="interval=4.*this pair and draft mode need .*interval=0"
-        ):
+        with pytest.raises(PairError, match=r"interval=4.*draft mode need .*interval=0"):
             load_draft(folder, mode, 4)
 
 
