@@ -9,9 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from masw.engines.draft_calls import DraftingSteps, EngineCall
+from masw.engines.draft_io import DraftIO
+from masw.engines.draft_numbers import Bucket, DraftingPlan, Layout, pack_chunk
 from masw.engines.memory import SlotMemory
 from masw.plugins.slot_attention.block import Block
 from masw.plugins.slot_attention.rule import PADDING, RAW, SLOT, MemoryRule
+from tests.arithmetic_executor import ArithmeticExecutor
 from tests.kernel_cases import BOTH, RULES, SHAPES, SIZES, TOLERANCE, Case
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -157,6 +161,57 @@ def test_append_leaves_overwritten_tokens_out(launch, device, rule):
     new = torch.zeros(2, 1, 1, 1, block.kind.shape[1], 64, device=device)
     launch.append(*memory, without, *new)
     assert (memory == 7).all()
+
+
+class EngineCalls:
+    """Calls of a compiled draft that append by their own numbers, beside a memory on the CPU."""
+
+    def __init__(self, rule, device):
+        sizes = {"max_sequences": 4, "max_length": 400, "dtype": "float32", "logits": True}
+        self.io = DraftIO(2, 2, 16, 99, rule, **sizes)
+        sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "rows": 4, "max_length": 400}
+        sizes["capacity"] = self.io.capacity
+        self.memory, self.expected = (SlotMemory(rule, **sizes, device=x) for x in (device, "cpu"))
+        self.executor = ArithmeticExecutor(self.io, device)
+
+    def make(self, profile, layout):
+        return EngineCall(self.io, self.executor, profile, layout, self.memory)
+
+    def append(self, launch, call, rows, fed, counts):
+        """By the kernel and by the memory, which must then be equal bit for bit."""
+        new = call.tensors["new_k"], call.tensors["new_v"]
+        launch.append_to(self.memory.k, self.memory.v, self.io.rule, call.placed, *new)
+        block = Block.build(self.io.rule, rows, fed, [[0] * count for count in counts])
+        self.expected.store(block, *(x.cpu() for x in new))
+        for name in ("k", "v"):
+            found, expected = getattr(self.memory, name), getattr(self.expected, name)
+            assert torch.equal(found.cpu(), expected) and expected.any()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_append_of_drafting_steps_is_that_of_the_memory(launch, device, rule):
+    """A batch with a sequence too many, γ of three sizes."""
+    calls = EngineCalls(rule, device)
+    step, _, catch_up = calls.io.profiles[0].positions
+    first, later = (calls.make("decode", Layout(4, n)) for n in (catch_up, step))
+    plan = DraftingPlan((3, 0, 2), (6, 51, 30), ((5, 6), (7,), (8, 9)), (9, 1, 4))
+    steps = DraftingSteps.make(Bucket(4, plan.steps), first, later)
+    steps.load(*plan.pack(calls.io, 4))
+    for number, (fed, counts) in enumerate(zip(plan.fed_before(), plan.counts(), strict=True)):
+        calls.append(launch, steps.run(number), plan.rows, fed.tolist(), counts)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_append_of_a_prefill_call_is_that_of_the_memory(launch, device, rule):
+    """Chunks longer than the ring, and padded."""
+    calls = EngineCalls(rule, device)
+    for fed, count in ((0, 150), (150, 40), (190, 201)):
+        most = calls.io.profiles[1].positions[2]
+        packed, layout = pack_chunk(calls.io, 1, fed, [7] * count, most)
+        call = calls.make("prefill", layout)
+        call.load(packed[0])
+        call.run()
+        calls.append(launch, call, [1], [fed], [count])
 
 
 # --- choices
