@@ -55,7 +55,7 @@ class PluginTensorDesc:
 
     type: DataType | None = None
     format: TensorFormat | None = None
-    dims: Dims = Dims()
+    dims: Dims = field(default_factory=Dims)
     scale: float = 1.0
 
 
@@ -192,11 +192,16 @@ class ITensor:
     """A tensor of the network with its shape as expressions."""
 
     dtype: DataType
-    shape: list[IDimensionExpr]
+    exprs: list[IDimensionExpr]
+
+    @property
+    def shape(self) -> Dims:
+        """Dimensions that are constant, and -1."""
+        return Dims(x.get_constant_value() if x.is_constant() else -1 for x in self.exprs)
 
     def dims(self, sizes: dict[str, int]) -> Dims:
         """Its shape when named dimensions have these sizes."""
-        return Dims(expr.value(sizes) for expr in self.shape)
+        return Dims(expr.value(sizes) for expr in self.exprs)
 
 
 @dataclass
@@ -226,9 +231,9 @@ class INetworkDefinition:
         inputs, shape_inputs, plugin = create(request.STRICT_AOT if aot else request.STRICT_JIT)
         layer = _Layer(plugin, inputs)
         types = plugin.get_output_data_types(
-            [x.dtype for x in inputs], [len(x.shape) for x in inputs]
+            [x.dtype for x in inputs], [len(x.exprs) for x in inputs]
         )
-        shapes = plugin.get_output_shapes([x.shape for x in inputs], shape_inputs, ExprBuilder())
+        shapes = plugin.get_output_shapes([x.exprs for x in inputs], shape_inputs, ExprBuilder())
         layer.outputs = [ITensor(*pair) for pair in zip(types, map(list, shapes), strict=True)]
         self.layers.append(layer)
         return layer
@@ -259,7 +264,7 @@ def _launch(layer: _Layer, descs, tactic: int, sizes: dict[str, int]) -> dict:
     plugin, inputs = layer.plugin.clone(), len(layer.inputs)
     plugin.set_tactic(tactic)
     launch, scalars = SimpleNamespace(), _Scalars()
-    shapes = [x.shape for x in layer.inputs]
+    shapes = [x.exprs for x in layer.inputs]
     plugin.get_launch_params(shapes, descs, inputs, launch, scalars, ExprBuilder())
     plain = [x.desc for x in descs]
     name, ptx = plugin.get_kernel(plain[:inputs], plain[inputs:])

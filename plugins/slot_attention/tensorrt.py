@@ -19,17 +19,17 @@ part is cut into tiles is a tactic, which TensorRT measures.
 TensorRT reads these functions' annotations, so they are not postponed here.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy.typing  # noqa: F401 - tensorrt.plugin uses np.typing, which numpy 1 does not import
 import tensorrt as trt
 import tensorrt.plugin as trtp
 
-from .aot import Attention, Kernel, compile_merge, compile_partial, plans
+from .aot import TARGETS, Attention, Kernel, compile_merge, compile_partial, plans
 from .rule import MemoryRule
 
 DTYPES = {trt.float16: "fp16", trt.bfloat16: "bf16", trt.float32: "fp32"}
-NAMES = {"fp16": "FP16", "bf16": "BF16", "fp32": "FP32"}  # TensorRT's, for type combinations
 SPLIT_ROWS = 64  # packed query rows of a program, and keys of a tile, when parts are counted
 SPLIT_KEYS = 64
 Compiled = tuple[str, str, trtp.KernelLaunchParams, trtp.SymExprs]
@@ -50,6 +50,8 @@ class Device:
     shared_limit: int = 48 * 1024
 
     def __post_init__(self):
+        if self.sm not in TARGETS:
+            raise ValueError(f"sm is {self.sm}; kernels are compiled for {[*TARGETS]}")
         for name in ("programs", "most_parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
@@ -57,27 +59,23 @@ class Device:
 
 def add_slot_attention(
     network: trt.INetworkDefinition,
-    tensors: tuple[trt.ITensor, ...],
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    tensors: Sequence[trt.ITensor],
     rule: MemoryRule,
     device: Device,
 ) -> trt.ITensor:
-    """Adds both plugins for one layer; returns `out` (B, N, H, D).
+    """Adds both plugins for one layer; returns `out` (B, N, H, D). Modifies the network.
 
-    tensors: q, k_new, v_new, memory_k, memory_v, rows, fed, times, kind. Modifies the network.
+    tensors: q, k_new, v_new, memory_k, memory_v, rows, fed, times, kind; heads and their size are
+    static, batch, positions and entries may be dynamic.
     """
-    dtype = DTYPES[tensors[0].dtype]
-    limits = asdict(rule) | {"visibility": str(rule.visibility)}
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    shape, dtype = _check(tensors), _dtype(tensors[0])
+    limits = asdict(rule) | {"visibility": rule.visibility.value}
     create = trtp.op.masw.slot_attention_partial(*tensors, **shape, **limits, **asdict(device))
     first = network.add_plugin(create, aot=True)
     create = trtp.op.masw.slot_attention_merge(
         first.get_output(0),
         first.get_output(1),
-        head_dim=head_dim,
+        head_dim=shape["head_dim"],
         dtype=dtype,
         sm=device.sm,
         most_parts=device.most_parts,
@@ -85,10 +83,28 @@ def add_slot_attention(
     return network.add_plugin(create, aot=True).get_output(0)
 
 
-def _attention(q: trtp.TensorDesc, heads: int, kv_heads: int, head_dim: int, *rule) -> Attention:
+def _check(tensors: Sequence[trt.ITensor]) -> dict[str, int]:
+    """Heads, key heads and size of a head; refuses tensors that do not belong together."""
+    q, memory = tensors[0], tensors[3]
+    shape = {"heads": q.shape[1], "kv_heads": memory.shape[1], "head_dim": q.shape[3]}
+    heads = [shape["heads"]] + [shape["kv_heads"]] * 4
+    values = [(q.dtype, n, shape["head_dim"]) for n in heads]
+    given = [(x.dtype, x.shape[1], x.shape[3]) for x in tensors[:5]]
+    if given != values:
+        raise ValueError(f"types, heads and head sizes of q, k and v are {given}; not {values}")
+    if any(x.dtype != trt.int32 for x in tensors[5:]):
+        raise ValueError("rows, fed, times and kind must be int32")
+    return shape
+
+
+def _dtype(q: trt.ITensor | trtp.TensorDesc) -> str:
     if q.dtype not in DTYPES:
         raise ValueError(f"q is {q.dtype}; slot attention takes {', '.join(map(str, DTYPES))}")
-    return Attention(heads, kv_heads, head_dim, DTYPES[q.dtype], MemoryRule(*rule))
+    return DTYPES[q.dtype]
+
+
+def _attention(q: trtp.TensorDesc, heads: int, kv_heads: int, head_dim: int, *rule) -> Attention:
+    return Attention(heads, kv_heads, head_dim, _dtype(q), MemoryRule(*rule))
 
 
 def _launch(kernel: Kernel, grid: tuple, scalars: tuple) -> Compiled:
@@ -130,7 +146,8 @@ def describe_partial(
     )
     batch, _, positions, _ = q.shape_expr
     tiles = trtp.cdiv(positions * attention.group, SPLIT_ROWS)
-    parts = trtp.ShapeExpr(programs) // (batch * kv_heads * tiles)
+    # Not trtp.ShapeExpr(programs): where shapes are unknown still, TensorRT 10's is a number.
+    parts = (batch * 0 + programs) // (batch * kv_heads * tiles)
     key_tiles = trtp.cdiv(memory_k.shape_expr[2] + positions, SPLIT_KEYS)
     parts = trtp.max(trtp.min(trtp.min(parts, key_tiles), most_parts), 1)
     shape = (batch, positions, heads, parts)
@@ -170,7 +187,7 @@ def tune_partial(
     if not tactics:
         least = min(kernel.shared for kernel in kernels)
         raise ValueError(f"shared_limit is {shared_limit}; slot attention needs {least} bytes")
-    types = [NAMES[attention.dtype]] * 5 + ["INT32"] * 4 + ["FP32"] * 2
+    types = [attention.dtype.upper()] * 5 + ["INT32"] * 4 + ["FP32"] * 2
     return [trtp.AutoTuneCombination(", ".join(types), "LINEAR", tactics)]
 
 
