@@ -145,7 +145,12 @@ def _compile(
     signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
     aligned = {(i,): ALIGNED for i, kind in enumerate(signature.values()) if kind[0] == "*"}
     source = ASTSource(fn, signature, constants, aligned)
-    options = {"num_warps": warps, "num_stages": stages, "ptx_version": TARGETS[sm]}
+    options = {
+        "num_warps": warps,
+        "num_stages": stages,
+        "ptx_version": TARGETS[sm],
+        "enable_fp_fusion": True,  # else the environment would decide
+    }
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
         triton.knobs.compilation.always_compile = True
