@@ -40,7 +40,12 @@ class Graph:
     # --- inputs, outputs, constants
 
     def input(self, tensor: IoTensor) -> ITensor:
-        return self.network.add_input(tensor.name, self.dtype(tensor.dtype), tensor.dims)
+        """An input; sizes of the same name are equal, which TensorRT may rely on."""
+        x = self.network.add_input(tensor.name, self.dtype(tensor.dtype), tensor.dims)
+        for axis, size in enumerate(tensor.shape):
+            if isinstance(size, str):
+                x.set_dimension_name(axis, size)
+        return x
 
     def read_sizes(self, x: ITensor) -> None:
         """Says where the sizes that vary are read from: x (B, N)."""
