@@ -25,6 +25,10 @@ DATA_TYPES = {
 }
 
 
+class EngineBuildError(RuntimeError):
+    """TensorRT refused a layer or could not build the engine; its log says why."""
+
+
 class Graph:
     """Adds layers to an `INetworkDefinition` and keeps the weights that it points to."""
 
@@ -209,7 +213,10 @@ class Graph:
         return self._out(self.network.add_elementwise(x, y, kind))
 
     def _out(self, layer: Any) -> ITensor:
-        """The output of a layer; TensorRT gives None, or no shape, for one it does not accept."""
-        if layer is None or len(layer.get_output(0).shape) < 0:
-            raise ValueError("TensorRT refused a layer; its log says why")
-        return layer.get_output(0)
+        """The output of a layer; asking for its shape makes TensorRT check the layer now."""
+        try:
+            output = layer.get_output(0)
+            len(output.shape)
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise EngineBuildError("TensorRT refused a layer; its log says why") from error
+        return output

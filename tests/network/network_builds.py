@@ -10,7 +10,8 @@ import tensorrt_rtx as trt
 import torch
 
 from masw.build.network.attention import JoinedAttention
-from masw.build.network.draft import EngineBuildError, draft_network, load_tensorrt
+from masw.build.network.draft import draft_network, load_tensorrt
+from masw.build.network.graph import EngineBuildError, Graph
 from masw.engines.adaptor import AdaptorConfig
 from masw.engines.config import DecoderConfig, RopeConfig
 from masw.engines.decoder import Decoder, RotaryTable
@@ -143,6 +144,15 @@ def test_a_failed_build_raises(decoder):
     made = draft_network(trt, Report(), io, model, random_adaptor(model, rule))
     with pytest.raises(EngineBuildError, match="could not build"):
         made.build(made.builder.create_builder_config())
+
+
+def test_a_layer_that_does_not_fit_raises_where_it_is_added():
+    builder = trt.Builder(Report())
+    flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    graph = Graph(trt, builder.create_network(flags))
+    x, y = graph.constant(torch.zeros(3, 4)), graph.constant(torch.zeros(3, 5))
+    with pytest.raises(EngineBuildError, match="refused a layer"):
+        graph.add(x, y)
 
 
 def test_modules_are_imported_by_name_and_missing_ones_name_the_remedy():

@@ -71,7 +71,7 @@ class Feeder:
         for _ in range(3):
             self({0: 2, 1: 1, 2: 2}, self.catch_up)
         self({1: 25}, self.chunk)
-        self({1: 1}, self.step)
+        self({1: 1, 0: 0}, self.step)  # a place of the batch that holds nothing
 
 
 def compare(pair, rule, **settings):
