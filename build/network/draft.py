@@ -12,17 +12,13 @@ from ...engines.decoder import Decoder
 from ...engines.draft_io import BATCH, POSITIONS, DraftIO, Profile
 from .attention import AttentionMaker, native_attention
 from .decoder import NetworkDecoder
-from .graph import Graph
+from .graph import EngineBuildError, Graph
 from .visibility import BlockInputs
 
 REMEDIES = {
     "tensorrt": "run in NVIDIA's TensorRT-LLM container, which has it",
     "tensorrt_rtx": "pip install tensorrt-rtx",
 }
-
-
-class EngineBuildError(RuntimeError):
-    """TensorRT could not build the engine; its log says why."""
 
 
 def load_tensorrt(name: str) -> ModuleType:
