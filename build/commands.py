@@ -68,6 +68,9 @@ def draft(
     chunk: Annotated[int, typer.Option(help="Raw tokens per prefill call.")] = 512,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
     module: Annotated[str, typer.Option(help="tensorrt or tensorrt_rtx.")] = "tensorrt",
+    attention: Annotated[
+        str | None, typer.Option(help="plugin or native; default plugin, native for tensorrt_rtx.")
+    ] = None,
     logits: Annotated[bool, typer.Option(help="Return all logits (for sampling).")] = True,
     dry_run: Annotated[bool, typer.Option(help="Print shapes, memory and command only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON object.")] = False,
@@ -96,9 +99,10 @@ def draft(
             raise ValueError("give --out, the engine folder to make, or --dry-run")
         if adaptor is None and rule.interval:
             raise ValueError(f"slots with r = {rule.interval} need --adaptor (or --interval 0)")
-        from .draft_build import DraftBuild, build_draft
+        from .draft_build import NATIVE, PLUGIN, DraftBuild, build_draft
 
-        build = DraftBuild(plan, Path(model), out, adaptor, module)
+        attention = attention or (PLUGIN if module == "tensorrt" else NATIVE)
+        build = DraftBuild(plan, Path(model), out, adaptor, module, attention)
         typer.echo(str(build_draft(build, lambda text: typer.echo(text, err=True))))
 
 

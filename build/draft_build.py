@@ -19,15 +19,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from ..engines.adaptor import Adaptor
 from ..engines.decoder import Decoder
-from ..engines.draft_io import DraftIO
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
 from ..engines.tensorrt_module import load_tensorrt
 from .bench.record import machine, versions, without_folder
 from .draft_plan import DraftPlan
-from .network.draft import draft_network
+from .network.attention import plugin_attention
+from .network.draft import DraftNetwork, draft_network
 
 Say = Callable[[str], None]
 TIMING_CACHE = "timing.cache"
+PLUGIN, NATIVE = "plugin", "native"  # the attention of an engine
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,16 @@ class DraftBuild:
     out: Path
     adaptor: Path | None = None
     module: str = "tensorrt"
+    attention: str = "plugin"
 
     def __post_init__(self):
+        if self.attention not in (PLUGIN, NATIVE):
+            raise ValueError(f"attention is {self.attention!r}; use {PLUGIN} or {NATIVE}")
+        if self.attention == PLUGIN and self.module != "tensorrt":
+            raise ValueError(
+                f"attention {PLUGIN} needs module tensorrt; {self.module} has no such plugins: use "
+                f"--attention {NATIVE}"
+            )
         if not (self.model / "config.json").is_file():
             raise ValueError(f"{self.model} is no model folder: it has no config.json")
         if self.adaptor is not None and not self.adaptor.is_file():
@@ -64,12 +73,13 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
     if build.adaptor is not None:
         adaptor = Adaptor.load(build.adaptor, decoder.config, base)
     started = datetime.now(UTC)
-    plan_bytes = _serialize(trt, build.plan.io, decoder, adaptor, build.out.parent, say)
+    network = _describe(trt, build, decoder, adaptor, say)
+    plan_bytes = _serialize(trt, network, build.out.parent, say)
     engine = DraftEngine(
         model=build.plan.model,
         io=build.plan.io,
         draft_tokens=build.plan.draft_tokens,
-        builder=Builder(build.module, trt.__version__, "native", capability),
+        builder=Builder(build.module, trt.__version__, build.attention, capability),
         base=base,
         adaptor=file_sha256(build.adaptor),
         tokenizer=file_sha256(build.model / "tokenizer.json"),
@@ -101,12 +111,26 @@ def _check_device(build: DraftBuild) -> str | None:
     return ".".join(map(str, torch.cuda.get_device_capability()))
 
 
-def _serialize(
-    trt: ModuleType, io: DraftIO, decoder: Decoder, adaptor: Adaptor | None, cache: Path, say: Say
-) -> bytes:
+def _describe(
+    trt: ModuleType, build: DraftBuild, decoder: Decoder, adaptor: Adaptor | None, say: Say
+) -> DraftNetwork:
     say("describing the network")
+    attention = None if build.attention == NATIVE else plugin_attention(_plugin_device())
     logger = trt.Logger(trt.Logger.WARNING)
-    network = draft_network(trt, logger, io, decoder, adaptor)
+    return draft_network(trt, logger, build.plan.io, decoder, adaptor, attention)
+
+
+def _plugin_device() -> Any:
+    """The GPU of this machine, as the plugins' kernels are cut for it."""
+    from ..plugins.slot_attention.tensorrt import Device
+
+    properties = torch.cuda.get_device_properties(0)
+    return Device(
+        sm=properties.major * 10 + properties.minor, programs=2 * properties.multi_processor_count
+    )
+
+
+def _serialize(trt: ModuleType, network: DraftNetwork, cache: Path, say: Say) -> bytes:
     config = network.builder_config()
     with _progress(trt) as monitor, _timing_cache(trt, config, cache):
         config.progress_monitor = monitor

@@ -120,7 +120,8 @@ class DraftIO:
         rows: memory row of each sequence. fed: its fed length n before the call. ids: token whose
         embedding enters (for a slot the raw token it follows). times: raw number t. kind:
         PADDING, RAW or SLOT. last: the position whose logits are wanted.
-        memory_k.0, memory_v.0, ...: keys and values of one layer, keys rotated.
+        memory_k.0, memory_v.0, ...: keys and values of one layer, keys rotated; what an entry that
+        holds nothing yet contains does not matter, as long as it is finite.
         """
         return (
             IoTensor("rows", "int32", (BATCH,)),

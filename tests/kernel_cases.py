@@ -97,6 +97,15 @@ class Inputs:
         """What the operator is called with."""
         return self.q, self.k_new, self.v_new, self.memory_k, self.memory_v, self.block
 
+    @property
+    def contiguous(self) -> list[Tensor]:
+        """Inputs of the TensorRT plugin in its order: no strides, and all numbers int32."""
+        rows, fed, _ = self.block.state[:, : len(self.block.rows)]
+        numbers = [rows, fed, self.block.times, self.block.kind]
+        return [x.contiguous() for x in self.arguments[:5]] + [
+            x.int().contiguous() for x in numbers
+        ]
+
     def check(self, out: Tensor) -> None:
         """Compares an output with the oracle's; padding must be exactly zero."""
         assert out.shape == self.expected.shape and out.dtype == self.q.dtype

@@ -65,7 +65,7 @@ def _save(draw, data, path: Path, *more) -> Path:
 
 def draw_initialisation(results: Results):
     """Loss and gradient norm over steps, one line per arm (the paper's Figure 6)."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, key, label in zip(
         axes, ("loss", "gradient_norm"), ("loss, nats", "gradient norm"), strict=True
     ):

@@ -49,11 +49,8 @@ class PluginAttention(Attention):
         return add_slot_attention(
             self.graph.network,
             (q, k, v, memory_k, memory_v, block.rows, block.fed, block.times, block.kind),
-            heads=q.shape[1],
-            kv_heads=self.io.kv_heads,
-            head_dim=self.io.head_dim,
-            rule=self.io.rule,
-            device=self.device,
+            self.io.rule,
+            self.device,
         )
 
 
@@ -100,6 +97,11 @@ class NativeAttention(JoinedAttention):
         layer.mask = self.mask
         layer.decomposable = True  # float32 and small heads have no fused kernel
         return layer.get_output(0)
+
+
+def plugin_attention(device: Any) -> AttentionMaker:
+    """Attention by the plugins, their kernels compiled for `device`."""
+    return lambda graph, io, block: PluginAttention(graph, io, block, device)
 
 
 def native_attention(trt: ModuleType) -> AttentionMaker:

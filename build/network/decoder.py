@@ -1,8 +1,9 @@
 """The layers of engines/decoder.py as a network, with the same names and the same arithmetic.
 
-Weights that read the same input are packed into one product: queries, keys and values with the
-mirrored keys and values of slots; gate and up projection. Mirrored ones are computed for every
-position and selected by kind.
+Queries, keys and values are one product with packed weights, and the mirrored keys and values of
+slots with them: those are computed for every position and selected by kind. Gate and up projection
+are two: TensorRT joins them itself, and if they were packed it would store them twice, once for
+each profile.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class NetworkDecoder:
 
     def _mlp(self, x: ITensor, mlp: MLP) -> ITensor:
         """SwiGLU feed-forward."""
-        graph, inner = self.graph, self.decoder.config.intermediate_size
-        gate, up = graph.split(self._linear(x, [mlp.gate_proj, mlp.up_proj]), 2, [inner, inner])
+        graph = self.graph
+        gate, up = self._linear(x, [mlp.gate_proj]), self._linear(x, [mlp.up_proj])
         return self._linear(graph.multiply(graph.silu(gate), up), [mlp.down_proj])
 
     def _linear(self, x: ITensor, layers: list[nn.Linear]) -> ITensor:

@@ -11,12 +11,8 @@ from ...engines.decoder import Decoder
 from ...engines.draft_io import BATCH, POSITIONS, DraftIO, Profile
 from .attention import AttentionMaker, native_attention
 from .decoder import NetworkDecoder
-from .graph import Graph
+from .graph import EngineBuildError, Graph
 from .visibility import BlockInputs
-
-
-class EngineBuildError(RuntimeError):
-    """TensorRT could not build the engine; its log says why."""
 
 
 @dataclass

@@ -25,6 +25,10 @@ DATA_TYPES = {
 }
 
 
+class EngineBuildError(RuntimeError):
+    """TensorRT refused a layer or could not build the engine; its log says why."""
+
+
 class Graph:
     """Adds layers to an `INetworkDefinition` and keeps the weights that it points to."""
 
@@ -40,7 +44,12 @@ class Graph:
     # --- inputs, outputs, constants
 
     def input(self, tensor: IoTensor) -> ITensor:
-        return self.network.add_input(tensor.name, self.dtype(tensor.dtype), tensor.dims)
+        """An input; sizes of the same name are equal, which TensorRT may rely on."""
+        x = self.network.add_input(tensor.name, self.dtype(tensor.dtype), tensor.dims)
+        for axis, size in enumerate(tensor.shape):
+            if isinstance(size, str):
+                x.set_dimension_name(axis, size)
+        return x
 
     def read_sizes(self, x: ITensor) -> None:
         """Says where the sizes that vary are read from: x (B, N)."""
@@ -204,7 +213,10 @@ class Graph:
         return self._out(self.network.add_elementwise(x, y, kind))
 
     def _out(self, layer: Any) -> ITensor:
-        """The output of a layer; TensorRT gives None, or no shape, for one it does not accept."""
-        if layer is None or len(layer.get_output(0).shape) < 0:
-            raise ValueError("TensorRT refused a layer; its log says why")
-        return layer.get_output(0)
+        """The output of a layer; asking for its shape makes TensorRT check the layer now."""
+        try:
+            output = layer.get_output(0)
+            len(output.shape)
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise EngineBuildError("TensorRT refused a layer; its log says why") from error
+        return output

@@ -213,6 +213,33 @@ def partial_kernel(
     )
 
 
+@triton.jit
+def dense_partial_kernel(
+    q, k_new, v_new, memory_k, memory_v, rows, fed, times, kind,
+    positions, capacity, parts,
+    partial, lse,
+    KV_HEADS: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
+    INTERVAL: tl.constexpr, DELAY: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr, DOT: tl.constexpr, UNMASKED: tl.constexpr,
+):  # fmt: skip
+    """`partial_kernel` over contiguous tensors of one model and rule: what TensorRT launches.
+
+    q (B, H, N, D), k_new and v_new (B, Hkv, N, D) contiguous. Grid (tiles * parts, Hkv, B).
+    """
+    head = positions * D  # values of one head
+    partial_kernel(
+        q, k_new, v_new, memory_k, memory_v, rows, fed, times, kind,
+        positions, capacity, parts,
+        KV_HEADS * G * head, head, D, KV_HEADS * head, head, D, KV_HEADS * head, head, D,
+        SINK, WINDOW, RING, INTERVAL, DELAY,
+        partial, lse,
+        G, D, D_PAD, BLOCK_M, BLOCK_N, SCALE, DOT, UNMASKED,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["parts"])
 def merge_kernel(
     partial, lse, parts, out, D: tl.constexpr, D_PAD: tl.constexpr, PARTS_PAD: tl.constexpr

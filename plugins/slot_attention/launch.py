@@ -52,7 +52,7 @@ def _plan(
     bytes_each: int, kv_heads: int, entries: int, sm_count: int,
 ) -> Plan:  # fmt: skip
     rows = positions * heads // kv_heads
-    cut = _decode_plan if rows <= DECODE_ROWS else _chunk_plan
+    cut = decode_plan if rows <= DECODE_ROWS else chunk_plan
     plan = cut(rows, dim, bytes_each)
     programs = batch * kv_heads * triton.cdiv(rows, plan.block_m)
     tiles = triton.cdiv(entries, plan.block_n) + triton.cdiv(positions, plan.block_n)
@@ -74,7 +74,8 @@ def count_parts(programs: int, tiles: int, block_m: int, resident: int) -> int:
     return min(range(1, min(tiles, MOST_PARTS) + 1), key=cost)
 
 
-def _decode_plan(rows: int, dim: int, bytes_each: int) -> Plan:
+def decode_plan(rows: int, dim: int, bytes_each: int) -> Plan:
+    """The plan, not yet split, for few query rows per key head (positions x G)."""
     if bytes_each == 4:  # exact products hold their operands in registers
         return Plan(16, 32, 8, 2)
     block_m = min(max(16, triton.next_power_of_2(rows)), 64)
@@ -85,7 +86,8 @@ def _decode_plan(rows: int, dim: int, bytes_each: int) -> Plan:
     return Plan(block_m, 64, 4, 3, per_sm=4 if dim <= 64 else 3)
 
 
-def _chunk_plan(rows: int, dim: int, bytes_each: int) -> Plan:
+def chunk_plan(rows: int, dim: int, bytes_each: int) -> Plan:
+    """The plan, not yet split, for many query rows per key head."""
     if bytes_each == 4:
         return Plan(32, 32, 4, 2, True) if dim <= 64 else Plan(16, 32, 8, 2, True)
     if dim > 128:
@@ -120,13 +122,7 @@ def attend(
     strides = [x.stride(i) for x in (q, k_new, v_new) for i in range(3)]
     inputs = (q, k_new, v_new, memory_k, memory_v, rows, fed, block.times, block.kind)
     out = q.new_empty(batch, positions, heads, dim)
-    constants = _head_constants(dim) | {
-        "G": heads // kv_heads,
-        "BLOCK_M": plan.block_m,
-        "BLOCK_N": plan.block_n,
-        "SCALE": math.log2(math.e) / math.sqrt(dim),
-        "DOT": dot_type(q.dtype),
-        "UNMASKED": plan.unmasked,
+    constants = attention_constants(plan, dim, heads // kv_heads, dot_type(q.dtype)) | {
         "num_warps": plan.warps,
         "num_stages": plan.stages,
     }
@@ -152,7 +148,7 @@ def merge(partial: Tensor, lse: Tensor, out: Tensor) -> None:
     parts, dim = partial.shape[-2:]
     padded = triton.next_power_of_2(parts)
     merge_kernel[(out.numel() // dim,)](
-        partial, lse, parts, out, **_head_constants(dim), PARTS_PAD=padded, num_warps=4
+        partial, lse, parts, out, **head_constants(dim), PARTS_PAD=padded, num_warps=4
     )
 
 
@@ -180,7 +176,7 @@ def append_to(
     append_kernel[grid](
         k.contiguous(), v.contiguous(), *numbers,
         batch, memory_k.shape[1], positions, memory_k.shape[3], *rule_scalars(rule)[:4],
-        memory_k, memory_v, **_head_constants(dim), BLOCK=APPEND_ROWS, num_warps=2,
+        memory_k, memory_v, **head_constants(dim), BLOCK=APPEND_ROWS, num_warps=2,
     )  # fmt: skip
 
 
@@ -196,7 +192,20 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if interpreted and dtype == torch.bfloat16 else TYPES[dtype]
 
 
-def _head_constants(dim: int) -> dict[str, int]:
+def attention_constants(plan: Plan, dim: int, group: int, dot: tl.dtype) -> dict:
+    """Compile-time arguments of the attention kernels; `group` is query heads per key head."""
+    return head_constants(dim) | {
+        "G": group,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "SCALE": math.log2(math.e) / math.sqrt(dim),
+        "DOT": dot,
+        "UNMASKED": plan.unmasked,
+    }
+
+
+def head_constants(dim: int) -> dict[str, int]:
+    """Compile-time arguments that say the size of a head."""
     return {"D": dim, "D_PAD": max(16, triton.next_power_of_2(dim))}
 
 

@@ -71,7 +71,7 @@ class Feeder:
         for _ in range(3):
             self({0: 2, 1: 1, 2: 2}, self.catch_up)
         self({1: 25}, self.chunk)
-        self({1: 1}, self.step)
+        self({1: 1, 0: 0}, self.step)  # a place of the batch that holds nothing
 
 
 def compare(pair, rule, **settings):
@@ -165,9 +165,7 @@ def test_gamma_steps_feed_themselves(pair, dtype):
         block = driver.memory.block([0, 1], ids[:, None].tolist())
         found = driver.interpreter.run(driver.feeds(block, 2))
         width = block.ids.shape[1]
-        driver.memory.write(
-            block, found["new_k"][:, :, :, :width], found["new_v"][:, :, :, :width]
-        )
+        driver.memory.write(block, found["new_k"][:, :, :, :width], found["new_v"][:, :, :, :width])
         ids = found["top_ids"][:, 0]
     assert torch.stack(proposed, 1).tolist() == torch_proposals(trio, rule, prompts, gamma)
 
@@ -268,5 +266,5 @@ def test_tables_of_another_decoder_are_refused(pair):
     rule = MemoryRule(S, W, R, 4)
     decoder, adaptor = pair("llama", rule)
     io = DraftIO(9, 2, 8, 307, rule, max_sequences=1, max_length=60)
-    with pytest.raises(ValueError, match="layers=9.*not the table of this decoder"):
+    with pytest.raises(ValueError, match=r"layers=9.*not the table of this decoder"):
         draft_network(trt, trt.Logger(trt.Logger.ERROR), io, decoder, adaptor)

@@ -26,6 +26,8 @@ from masw.engines.messages import (
 from masw.engines.speculative import GenerationRequest, LoopSettings, SpeculativeLoop
 from tests.pairs import Kind, build_pair, loop_settings, new_draft, new_target
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LIKELY, UNLIKELY = 1e-3, 1e-9
 VOCAB, TRIALS = 12, 5000
 SAMPLINGS = [
@@ -35,15 +37,6 @@ SAMPLINGS = [
     Sampling(0.9, top_p=0.7),
     Sampling(1.2, top_k=8, top_p=0.85),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny models run faster on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def logits_of(seed, *shape, spread=1.5):

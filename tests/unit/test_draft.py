@@ -23,7 +23,6 @@ from tests.pairs import (
     Kind,
     R,
     RecordingTarget,
-    build_pair,
     loop_settings,
     new_draft,
     new_target,
@@ -31,22 +30,10 @@ from tests.pairs import (
     requests_of,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = [Kind(), Kind("slots", 1, "materialized"), Kind("full"), Kind("window")]
 SAMPLED = Sampling(0.9, top_k=20)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny models run faster on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

@@ -126,6 +126,9 @@ def test_a_build_checks_what_is_cheap_first(tmp_path):
     options[-1] = tmp_path / "new"
     told = call(model, *options, "--module", "tensorrt", code=1).stderr
     assert "tensorrt is not installed: run in NVIDIA's TensorRT-LLM container" in told
+    options += ["--module", "tensorrt_rtx", "--attention", "plugin"]
+    told = call(model, *options, code=1).stderr
+    assert "attention plugin needs module tensorrt" in told
     assert not (tmp_path / "new").exists()
 
 

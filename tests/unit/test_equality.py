@@ -7,7 +7,6 @@ line: loop, draft with its memory, target with its caches. `tests.pairs.run` che
 from itertools import product
 
 import pytest
-import torch
 
 from masw.engines.local import generate_all
 from tests.pairs import (
@@ -23,6 +22,8 @@ from tests.pairs import (
     run,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NEW = 20
 GAMMAS = (1, 5, 16)
 SLOTS = [Kind("slots", *rest) for rest in product((1, 4, 8), ("materialized", "evicted"))]
@@ -34,20 +35,6 @@ GRID = [
     *product(["same", "other"], [Kind()], [1, 16]),
     ("near", Kind("none"), 5),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny models run faster on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from masw.engines import speculative
 from masw.engines.local import Batcher, generate, local_loop
@@ -26,24 +25,16 @@ from tests.models import VOCAB, random_ids
 from tests.pairs import (
     MAX_LENGTH,
     Kind,
-    build_pair,
     loop_settings,
     new_draft,
     new_target,
     reference,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = tuple(range(3, 13))
 KINDS = [Kind("slots", 1, "materialized"), Kind(), Kind("slots", 8, "evicted"), Kind("window")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny models run faster on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- ports without models -----------------------------------------------------------------------
@@ -611,11 +602,6 @@ def test_times_are_parts_of_the_whole():
     assert stats.verify_ms >= 4 * stats.iterations
     assert stats.host_ms >= 0
     assert stats.prefill_ms + stats.draft_ms + stats.verify_ms + stats.host_ms <= whole
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 class SlotCounter:

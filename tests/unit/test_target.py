@@ -8,21 +8,9 @@ from masw.engines.messages import InvalidRequest, Proposal, Sampling, TargetCall
 from tests.models import VOCAB, random_ids
 from tests.pairs import MAX_LENGTH, build_pair, new_target, reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LONG = 100
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny models run faster on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

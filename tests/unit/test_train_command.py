@@ -14,17 +14,10 @@ from masw.engines.decoder import Decoder
 from tests.models import random_ids, save_model
 from tests.tiny_tokenizers import byte_level
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MEMORY = ["--sink", "8", "--window", "8", "--lengths", "72", "--dtype", "float32"]
 BUDGET = ["--batch-tokens", "144", "--micro-tokens", "72", "--steps", "6", "--save-every", "2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny models run faster on one thread, and give the same sums every time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
