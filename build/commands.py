@@ -62,7 +62,7 @@ def draft(
     interval: int = 8,
     visibility: Annotated[str, typer.Option(help="evicted or materialized.")] = "evicted",
     rollback: Annotated[int, typer.Option(help="R: the most draft tokens.")] = 16,
-    draft_tokens: Annotated[int, typer.Option(help="Largest draft length.")] = 5,
+    draft_tokens: Annotated[int, typer.Option(help="Largest draft length, at most R.")] = 16,
     max_sequences: Annotated[int, typer.Option(help="Sequences with memory at once.")] = 8,
     max_length: Annotated[int, typer.Option(help="Prompt + output tokens.")] = 32_768,
     chunk: Annotated[int, typer.Option(help="Raw tokens per prefill call.")] = 512,
