@@ -62,7 +62,7 @@ def draft(
     interval: int = 8,
     visibility: Annotated[str, typer.Option(help="evicted or materialized.")] = "evicted",
     rollback: Annotated[int, typer.Option(help="R: the most draft tokens.")] = 16,
-    draft_tokens: Annotated[int, typer.Option(help="Largest draft length, at most R.")] = 16,
+    draft_tokens: Annotated[int | None, typer.Option(help="Largest draft length; R.")] = None,
     max_sequences: Annotated[int, typer.Option(help="Sequences with memory at once.")] = 8,
     max_length: Annotated[int, typer.Option(help="Prompt + output tokens.")] = 32_768,
     chunk: Annotated[int, typer.Option(help="Raw tokens per prefill call.")] = 512,
@@ -90,7 +90,7 @@ def draft(
             chunk=chunk,
             logits=logits,
         )
-        plan = DraftPlan(config, io, draft_tokens)
+        plan = DraftPlan(config, io, rule.rollback if draft_tokens is None else draft_tokens)
         _show(plan, as_json)
         if dry_run:
             _tell_command(context)
