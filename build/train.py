@@ -27,8 +27,7 @@ from .adaptor.settings import Initialisation, Loss, TrainSettings
 from .adaptor.sources import Source
 from .bench.record import emit, progress
 from .checkpoint import embedded_model
-
-EMBEDDED = "embedded"
+from .serve import EMBEDDED
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from ...engines.adaptor import Adaptor
 from ...engines.decoder import Decoder
+from ...engines.engine_folder import file_sha256
 from ...engines.pair import DTYPES
 from ...engines.text import TextCodec
 from ..bench.record import device_name
@@ -83,7 +83,7 @@ def train(run: Run, say: Say) -> list[Path]:
         adaptor,
         {
             "base": adaptor.config.base,
-            "data": {str(s): _sha256(s.path) for s in run.sources},
+            "data": {str(s): file_sha256(s.path) for s in run.sources},
             "rows": {str(part.length): len(part) for part in rows},
             "tokens_seen": sum(_tokens(schedule, step) for step in range(settings.steps)),
             "device": device_name(run.device),
@@ -123,13 +123,6 @@ def _adaptor(run: Run, decoder: Decoder) -> Adaptor:
 def _tokens(schedule: Schedule, step: int) -> int:
     part = schedule.choice[step]
     return schedule.batch_size(part) * schedule.rows[part].length
-
-
-def _sha256(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

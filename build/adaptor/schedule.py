@@ -56,7 +56,7 @@ class Schedule:
         part = self.choice[step]
         rows, size = self.rows[part], self.batch_size(part)
         start = int((self.choice[:step] == part).sum()) * size
-        chosen = np.array([self._row(part, start + i) for i in range(size)])
+        chosen = self._rows(part, start, size)
         interval = self.settings.intervals[step % len(self.settings.intervals)]
         weight = rows.weight[chosen].copy()
         weight[:, : self.settings.rule(interval).first_slot_time] = 0
@@ -65,10 +65,15 @@ class Schedule:
             rows.ids[chosen[mine]], weight[mine], interval, float(weight.sum()), size * rows.length
         )
 
-    def _row(self, part: int, number: int) -> int:
-        epoch, place = divmod(number, len(self.rows[part]))
-        order = np.random.default_rng((self.settings.seed, int(part), epoch))
-        return order.permutation(len(self.rows[part]))[place]
+    def _rows(self, part: int, start: int, count: int) -> np.ndarray:
+        """Numbers of the `count` rows from place `start` on, counted over all epochs."""
+        places, length = np.arange(start, start + count), len(self.rows[part])
+        epochs = range(start // length, places[-1] // length + 1)
+        orders = [
+            np.random.default_rng((self.settings.seed, int(part), epoch)).permutation(length)
+            for epoch in epochs
+        ]
+        return np.concatenate(orders)[places - epochs[0] * length]
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine to a tenth."""
