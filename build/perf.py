@@ -18,9 +18,10 @@ import typer
 
 from ..clients.client import DEFAULT_URL
 from ..clients.perf_analyzer import PerfAnalyzerError
+from ..engines.recipes import EMBEDDED
 from .bench.record import BenchError, emit, progress
 from .checkpoint import CheckpointError
-from .serve import EMBEDDED, prepare
+from .serve import prepare
 from .triton_install import ServerError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -14,12 +14,11 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ..engines.recipes import EMBEDDED
 from .repository import RepositoryConfig, write_repository
 from .supervisor import Supervisor, SupervisorConfig
 from .triton_install import ServerError, masw_home
 from .triton_server import ServerConfig, TritonServer
-
-EMBEDDED = "embedded"
 
 app = typer.Typer(add_completion=False)
 

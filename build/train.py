@@ -17,6 +17,7 @@ import typer
 
 from ..engines.decoder import Decoder
 from ..engines.pair import DTYPES
+from ..engines.recipes import EMBEDDED
 from ..engines.text import TextCodec
 from .adaptor import comparison as comparing
 from .adaptor.ablation import Laboratory, read_arms
@@ -27,7 +28,6 @@ from .adaptor.settings import Initialisation, Loss, TrainSettings
 from .adaptor.sources import Source
 from .bench.record import emit, progress
 from .checkpoint import embedded_model
-from .serve import EMBEDDED
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 

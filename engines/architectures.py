@@ -12,6 +12,8 @@ import yaml
 
 from .config import DecoderConfig
 
+FILE = "architectures.yaml"
+
 
 class ArchitectureError(ValueError):
     """An unknown architecture, or a model folder that is another one than it is said to be."""
@@ -19,7 +21,7 @@ class ArchitectureError(ValueError):
 
 @cache
 def _known() -> dict[str, dict[str, Any]]:
-    text = importlib.resources.files(f"{__package__}.recipes").joinpath("architectures.yaml")
+    text = importlib.resources.files(f"{__package__}.recipes").joinpath(FILE)
     return yaml.safe_load(text.read_text())
 
 

@@ -22,6 +22,7 @@ from .decoder import Decoder
 from .draft import TorchDraft
 from .engine_folder import DraftEngine, file_sha256, is_engine_folder
 from .executor import TensorRTExecutor
+from .recipe import Recipe
 from .speculative import LoopSettings
 from .target import TorchTarget
 from .tensorrt_draft import TensorRTDraft
@@ -62,6 +63,19 @@ class Pair:
                 f"max_draft_tokens is {self.max_draft_tokens}; the rollback window allows "
                 f"{self.memory.rollback}"
             )
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Pair:
+        """The pair that a recipe states."""
+        limits = recipe.limits
+        return cls(
+            dtype=recipe.target.dtype,
+            memory=recipe.memory,
+            max_length=limits.max_length,
+            max_draft_tokens=limits.max_draft_tokens,
+            draft_tokens=limits.draft_tokens,
+            chunk=limits.chunk,
+        )
 
     def rule(self, mode: DraftMode, window: int | None = None) -> MemoryRule | None:
         """The draft's memory rule in a mode; `window` widens the window of mode `window`."""

@@ -7,10 +7,10 @@ import torch
 import transformers
 import yaml
 
-from masw.build.checkpoint import recipe_folder
 from masw.engines.architectures import ArchitectureError, architecture, check_folder, names
 from masw.engines.config import DecoderConfig
 from masw.engines.decoder import Decoder
+from masw.engines.recipe import recipe_folder
 
 PARAMETERS = {"llama-3.2-3b": 3.21e9, "llama-3.1-8b": 8.03e9, "llama-3.1-70b": 70.55e9}
 

@@ -14,9 +14,10 @@ import torch
 from masw.build.adaptor.answers import Answerer
 from masw.build.adaptor.comparison import Comparison, compare, overall
 from masw.build.adaptor.prompts import CODE, TEXT, PromptMaker, read_texts
-from masw.build.checkpoint import embedded_model, recipe_folder
+from masw.build.checkpoint import embedded_model
 from masw.engines.adaptor import read_adaptor
 from masw.engines.decoder import Decoder
+from masw.engines.recipe import recipe_folder
 from masw.engines.text import TextCodec
 
 PREFIX, NEW = 1024, 48

@@ -1,0 +1,304 @@
+"""A recipe: one short YAML from which a pair is built, checked, laid out and served.
+
+A recipe names models by architecture and states numbers; where the files lie is settled once, by
+`Places`: folders with fixed names below one root. Errors name the field, its value and the limit.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ..plugins.slot_attention.rule import MemoryRule
+from . import architectures
+from .config import DecoderConfig
+
+Count = Annotated[int, Field(ge=1)]
+GpuIndex = Annotated[int, Field(ge=0)]
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; the message names file, field and limit."""
+
+
+class Lane(StrEnum):
+    """cpu: torch engines on a small model. gpu: TensorRT draft, TensorRT-LLM target."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+class Launch(StrEnum):
+    """How the target's ranks start: leader (one server per rank under mpirun; may span nodes) or
+    orchestrator (one server that spawns its ranks; one node)."""
+
+    LEADER = "leader"
+    ORCHESTRATOR = "orchestrator"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Package(_Part):
+    """The embedded model: a Python package that carries its weights as one GGUF file."""
+
+    package: str
+    file: str
+    directory: str
+
+
+class TargetRecipe(_Part):
+    """The target. gpus: device of each rank, PP x TP of them; kv_fraction: of free device memory.
+
+    quantization: "none", or what ModelOpt applies before the checkpoint is written; kv_cache: dtype
+    of cached keys and values, "auto" is the model's. max_draft_len: what the engine is built for.
+    """
+
+    architecture: str | None = None
+    dtype: str = "bfloat16"
+    quantization: str = "none"
+    kv_cache: str = "auto"
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    gpus: tuple[GpuIndex, ...] = ()
+    kv_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    tokens_per_block: Count = 32
+    max_draft_len: Count = 16
+    max_num_tokens: Count = 8192
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the target, one per GPU."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+class DraftRecipe(_Part):
+    """The draft, one process on one GPU (gpu lane). quantization: "none", "int8" (cpu lane),
+    "fp8" or "int4_awq" (gpu lane)."""
+
+    architecture: str | None = None
+    dtype: str = "bfloat16"
+    quantization: str = "none"
+    gpu: GpuIndex = 0
+
+
+class Limits(_Part):
+    """Lengths in tokens, sequences, and seconds; see `RepositoryConfig` and `LoopSettings`."""
+
+    max_length: Count = 32_768
+    max_sequences: Count = 8
+    max_waiting: Annotated[int, Field(ge=0)] = 64
+    draft_tokens: Annotated[int, Field(ge=0)] = 5
+    max_draft_tokens: Count = 16
+    chunk: Count = 512
+    time_limit: Annotated[float, Field(gt=0)] = 600.0
+
+
+class Serving(_Part):
+    """Server-wide choices. decoupled: stream (false: NVIDIA's unary clients)."""
+
+    decoupled: bool = True
+    launch: Launch = Launch.LEADER
+    http_port: Annotated[int, Field(ge=1, le=65_535)] = 8000
+    grpc_port: Annotated[int, Field(ge=1, le=65_535)] = 8001
+    metrics_port: Annotated[int, Field(ge=1, le=65_535)] = 8002
+
+
+class Recipe(_Part):
+    """Everything a deployment states. `package` is for the cpu lane only."""
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[a-z0-9][a-z0-9.\-]*$")]
+    lane: Lane
+    package: Package | None = None
+    target: TargetRecipe = TargetRecipe()
+    draft: DraftRecipe = DraftRecipe()
+    memory: MemoryRule = MemoryRule()
+    limits: Limits = Limits()
+    serving: Serving = Serving()
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _memory(cls, value: Any) -> Any:
+        """A mapping becomes a rule, whose own checks name the field."""
+        if not isinstance(value, dict):
+            return value
+        known = set(MemoryRule.__dataclass_fields__)
+        if unknown := set(value) - known:
+            raise ValueError(f"unknown {', '.join(sorted(unknown))}; known: {sorted(known)}")
+        return MemoryRule(**value)
+
+    @model_validator(mode="after")
+    def _together(self) -> Recipe:
+        limits, target = self.limits, self.target
+        if limits.draft_tokens > limits.max_draft_tokens:
+            raise ValueError(
+                f"limits.draft_tokens is {limits.draft_tokens}; limits.max_draft_tokens is "
+                f"{limits.max_draft_tokens}"
+            )
+        if limits.max_draft_tokens > self.memory.rollback:
+            raise ValueError(
+                f"limits.max_draft_tokens is {limits.max_draft_tokens}; the rollback window "
+                f"memory.rollback is {self.memory.rollback}"
+            )
+        if self.lane == Lane.CPU:
+            self._allow("target.dtype", target.dtype, CPU_DTYPES)
+            self._allow("draft.dtype", self.draft.dtype, (target.dtype,))
+            self._allow("target.quantization", target.quantization, CPU_TARGETS)
+            self._allow("draft.quantization", self.draft.quantization, CPU_DRAFTS)
+            return self
+        self._check_gpu_lane()
+        return self
+
+    def _check_gpu_lane(self) -> None:
+        limits, target = self.limits, self.target
+        for name, part in (("target", target), ("draft", self.draft)):
+            if part.architecture not in architectures.names():
+                raise ValueError(
+                    f"{name}.architecture is {part.architecture!r}; known: "
+                    f"{', '.join(architectures.names())}"
+                )
+            self._allow(f"{name}.dtype", part.dtype, GPU_DTYPES)
+        self._allow("target.quantization", target.quantization, GPU_TARGETS)
+        self._allow("target.kv_cache", target.kv_cache, ("auto", "fp8"))
+        self._allow("draft.quantization", self.draft.quantization, GPU_DRAFTS)
+        if len(target.gpus) != target.ranks or len(set(target.gpus)) != target.ranks:
+            raise ValueError(
+                f"target.gpus is {list(target.gpus)}; tensor_parallel "
+                f"{target.tensor_parallel} x pipeline_parallel {target.pipeline_parallel} needs "
+                f"{target.ranks} different devices"
+            )
+        if limits.max_draft_tokens > target.max_draft_len:
+            raise ValueError(
+                f"limits.max_draft_tokens is {limits.max_draft_tokens}; the target engine is built "
+                f"for target.max_draft_len {target.max_draft_len}"
+            )
+        block = target.tokens_per_block
+        if block & (block - 1):
+            raise ValueError(f"target.tokens_per_block is {block}; use a power of two")
+        if self.package is not None:
+            raise ValueError("package is given; only the cpu lane has one")
+
+    def _allow(self, name: str, value: str, allowed: tuple[str, ...]) -> None:
+        if value not in allowed:
+            raise ValueError(
+                f"{name} is {value!r}; lane {self.lane} has one of {', '.join(allowed)}"
+            )
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether draft and target have a GPU in common."""
+        return self.draft.gpu in self.target.gpus
+
+    def target_config(self) -> DecoderConfig:
+        """The target's architecture (gpu lane)."""
+        return architectures.architecture(self.target.architecture)
+
+    def draft_config(self) -> DecoderConfig:
+        """The draft's architecture (gpu lane)."""
+        return architectures.architecture(self.draft.architecture)
+
+
+CPU_DTYPES, GPU_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16")
+CPU_TARGETS, GPU_TARGETS = ("none",), ("none", "fp8", "int4_awq", "nvfp4")
+CPU_DRAFTS, GPU_DRAFTS = ("none", "int8"), ("none", "fp8", "int4_awq")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the files of a gpu recipe lie below its root."""
+
+    root: Path
+
+    @property
+    def target_model(self) -> Path:
+        """Hugging Face folder of the target."""
+        return self.root / "models" / "target"
+
+    @property
+    def draft_model(self) -> Path:
+        """Hugging Face folder of the draft."""
+        return self.root / "models" / "draft"
+
+    @property
+    def adaptor(self) -> Path:
+        """The draft's trained memory adaptor."""
+        return self.root / "models" / "adaptor.safetensors"
+
+    @property
+    def checkpoint(self) -> Path:
+        """TensorRT-LLM checkpoint of the target: config.json and rank*.safetensors."""
+        return self.root / "checkpoints" / "target"
+
+    @property
+    def target_engine(self) -> Path:
+        """TensorRT-LLM engine folder of the target: config.json and rank*.engine."""
+        return self.root / "engines" / "target"
+
+    @property
+    def draft_engine(self) -> Path:
+        """Engine folder of the draft (`masw-build draft`)."""
+        return self.root / "engines" / "draft"
+
+    @property
+    def pair(self) -> Path:
+        """The pair folder that the Triton models load."""
+        return self.root / "pair"
+
+    @property
+    def repository(self) -> Path:
+        """The Triton model repository."""
+        return self.root / "repository"
+
+
+def recipe_folder() -> Path:
+    """Folder of the shipped recipes."""
+    return Path(str(importlib.resources.files(f"{__package__}.recipes")))
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the shipped recipes."""
+    files = recipe_folder().glob("*.yaml")
+    return tuple(sorted(path.stem for path in files if path.name != architectures.FILE))
+
+
+def load_recipe(name: str) -> Recipe:
+    """A shipped recipe by name, or one from a YAML file.
+
+    Raises RecipeError naming the file and every field that is wrong.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else recipe_folder() / f"{name}.yaml"
+    if not path.is_file() or path.name == architectures.FILE:
+        raise RecipeError(
+            f"recipe {name!r} does not exist; give a YAML file or one of "
+            f"{', '.join(recipe_names())}"
+        )
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path.name} is no YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path.name} is empty or no mapping; see the shipped recipes")
+    try:
+        return Recipe(**data)
+    except (ValidationError, TypeError) as error:
+        raise RecipeError(f"{path.name}: {_explain(error)}") from None
+
+
+def _explain(error: ValidationError | TypeError) -> str:
+    """Every complaint on one line: the field with dots, its value, what is allowed."""
+    if isinstance(error, TypeError):
+        return str(error)
+    lines = []
+    for each in error.errors():
+        field = ".".join(map(str, each["loc"]))
+        text = each["msg"].removeprefix("Value error, ")
+        value = "" if each["type"] in ("value_error", "missing") else f" is {each['input']!r}"
+        lines.append(f"{field}{value}: {text}" if field else text)
+    return "; ".join(lines)
