@@ -6,8 +6,6 @@ Exit codes: 0 built or planned, 1 could not be built, 2 a usage error.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +18,9 @@ from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from .draft_plan import CONTAINER, DraftPlan, memory_card, shape_card, summary
+from .failures import failures
+from .launch_command import launch
+from .repository_command import repository
 
 PLANNING = ("dry_run", "as_json")  # options that a build does without
 
@@ -28,17 +29,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 @app.callback()
 def commands() -> None:
-    """Builds what the gpu lane runs."""
-
-
-@contextmanager
-def failures() -> Iterator[None]:
-    """What keeps something from being built ends the command with one line and code 1."""
-    try:
-        yield
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        typer.echo(f"masw-build: {error}", err=True)
-        raise typer.Exit(1) from None
+    """Builds, lays out and checks what a recipe states."""
 
 
 @app.command()
@@ -139,6 +130,9 @@ def _tell_command(context: typer.Context) -> None:
         words += [] if option in words else [option, place]
     typer.echo(f"to build it, in the container {CONTAINER}: {' '.join(words)}", err=True)
 
+
+app.command()(repository)
+app.command()(launch)
 
 if __name__ == "__main__":
     app()

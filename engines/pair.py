@@ -139,8 +139,12 @@ def load_draft(
     mode: DraftMode = DraftMode.SLOTS,
     max_sequences: int = 8,
     window: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> TorchDraft | TensorRTDraft:
-    """The pair's draft engine in a mode other than `none`: compiled if draft/ holds an engine."""
+    """The pair's draft engine in a mode other than `none`: compiled if draft/ holds an engine.
+
+    device: of a draft in torch; a compiled one runs on the current CUDA device.
+    """
     pair = Pair.load(directory)
     rule = pair.rule(mode, window)
     if rule is None:
@@ -150,7 +154,7 @@ def load_draft(
         executor = TensorRTExecutor(directory / "draft", engine)
         limits = {"max_length": pair.max_length, "max_draft_tokens": pair.max_draft_tokens}
         return TensorRTDraft(engine, executor, **limits)
-    decoder = Decoder.load(directory / "draft", DTYPES[pair.dtype])
+    decoder = Decoder.load(directory / "draft", DTYPES[pair.dtype], device)
     return TorchDraft(
         decoder,
         rule,

@@ -23,7 +23,20 @@ class TritonPythonModel:
         self.cores = Cores(Path(args["model_repository"]).parent)
         self.draft = None
         if config.draft_mode != DraftMode.NONE:
-            self.draft = load_draft(Path(config.recipe), config.draft_mode, config.max_sequences)
+            self.draft = load_draft(
+                Path(config.recipe),
+                config.draft_mode,
+                config.max_sequences,
+                device=self._device(args),
+            )
+
+    def _device(self, args):
+        """The device of the model's instance group, made the current one."""
+        if args["model_instance_kind"] != "GPU":
+            return "cpu"
+        device = torch.device("cuda", int(args["model_instance_device_id"]))
+        torch.cuda.set_device(device)
+        return device
 
     def execute(self, requests):
         responses = [self._proposal((), None)] * len(requests)
