@@ -17,6 +17,7 @@ from ..engines.adaptor import read_adaptor
 from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
+from .check_command import check
 from .draft_plan import CONTAINER, DraftPlan, memory_card, shape_card, summary
 from .failures import failures
 from .launch_command import launch
@@ -131,6 +132,7 @@ def _tell_command(context: typer.Context) -> None:
     typer.echo(f"to build it, in the container {CONTAINER}: {' '.join(words)}", err=True)
 
 
+app.command()(check)
 app.command()(repository)
 app.command()(launch)
 
