@@ -29,9 +29,8 @@ def gpu_findings(subject: Subject) -> list[Finding]:
 
 def _roles(recipe: Recipe) -> list[tuple[str, tuple[int, ...], int]]:
     """(role, devices, SM needed)."""
-    target = max(
-        NEEDED_SM[recipe.target.quantization], 89 if recipe.target.kv_cache == "fp8" else 0
-    )
+    cache = "fp8" if recipe.target.kv_cache == "fp8" else "none"
+    target = max(NEEDED_SM[recipe.target.quantization], NEEDED_SM[cache])
     return [
         ("target", recipe.target.gpus, target),
         ("draft", (recipe.draft.gpu,), NEEDED_SM[recipe.draft.quantization]),
@@ -46,6 +45,6 @@ def _unknown_architecture(recipe: Recipe) -> Finding:
 def _architecture(subject: Subject, role: str, gpus: tuple[int, ...], needed: int) -> Finding:
     oldest = min((subject.machine.gpu(index) for index in gpus), key=lambda gpu: gpu.sm)
     part = subject.recipe.target if role == "target" else subject.recipe.draft
-    found = f"{oldest.name} is SM{oldest.sm}; {part.quantization} quantization needs SM{needed}"
+    found = f"{oldest.name} is SM{oldest.sm}; quantization {part.quantization} needs SM{needed}"
     remedy = f"set {role}.quantization (and kv_cache) to what SM{oldest.sm} has, or use newer GPUs"
     return judged(f"GPU architecture: {role}", oldest.sm >= needed, found, remedy)

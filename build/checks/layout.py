@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -11,7 +12,7 @@ from ...engines.recipe import Lane
 from ...engines.recipes import EMBEDDED
 from ..deployment import pair_folder, repository_config
 from ..pair_folder import missing_parts
-from ..repository import model_configs, read_model_config
+from ..repository import RepositoryConfig, model_configs, read_model_config
 from .finding import Finding, failed, judged, ok, unknown
 from .subject import Subject
 
@@ -27,9 +28,7 @@ def _pair(subject: Subject) -> Finding:
     write = subject.command("repository")
     if not (folder / "pair.json").is_file():
         if subject.recipe.name == EMBEDDED:
-            return unknown(
-                name, f"{folder} is not made yet; masw-serve makes it on its first start"
-            )
+            return unknown(name, f"{folder} is made by masw-serve on its first start")
         return failed(name, f"{folder} has no pair.json", f"write it: {write}")
     try:
         stated = Pair.load(folder)
@@ -43,14 +42,19 @@ def _pair(subject: Subject) -> Finding:
 
 
 def _repository(subject: Subject) -> Finding:
-    """Whether every model's configuration is what the recipe says today."""
+    """Whether every model's configuration is what the recipe says today, streaming or not."""
     name, folder = "repository", subject.places.repository
-    wanted = model_configs(repository_config(subject.recipe, subject.places))
-    differing = [model for model, config in wanted.items() if _written(folder, model) != config]
-    if not differing:
-        return ok(name, f"{folder}: {len(wanted)} models as the recipe says")
+    config = repository_config(subject.recipe, subject.places)
+    differing = _differing(folder, config)
+    if not differing or not _differing(folder, replace(config, decoupled=not config.decoupled)):
+        return ok(name, f"{folder}: all models as the recipe says")
     found = f"{folder}: {', '.join(differing)} absent or not as the recipe says"
     return failed(name, found, f"write it: {subject.command('repository')}")
+
+
+def _differing(folder: Path, config: RepositoryConfig) -> list[str]:
+    wanted = model_configs(config)
+    return [model for model, message in wanted.items() if _written(folder, model) != message]
 
 
 def _written(folder: Path, model: str) -> object:

@@ -77,9 +77,8 @@ def _compare(subject: Subject, target: Path, draft: Path) -> Finding:
     found = f"{size} equal tokens; padded to {padded['target']} and {padded['draft']}"
     short = [role for role, rows in padded.items() if rows < size]
     if short:
-        return failed(
-            name, f"{found}: less than there are tokens", f"change {short[0]}.architecture"
-        )
+        remedy = f"change {short[0]}.architecture"
+        return failed(name, f"{found}, which is less than there are tokens", remedy)
     return ok(name, found)
 
 

@@ -28,7 +28,7 @@ def cpu_versions(machine: Machine) -> list[Finding]:
 
 
 def _library(machine: Machine, name: str, distribution: str, wanted: str) -> Finding:
-    """The wanted major and minor version; unknown outside of the container on a GPU-less machine."""
+    """The wanted major and minor version; unknown where neither it nor a GPU is."""
     version = machine.versions.get(distribution)
     if version is None and machine.gpus is None:
         return unknown(name, "not installed here, and no GPU to use it", IN_CONTAINER)
