@@ -24,7 +24,7 @@ def draft_findings(subject: Subject) -> list[Finding]:
 def _adaptor(subject: Subject) -> Finding:
     """Made for the draft's architecture and the recipe's memory; its base is the engine's check."""
     name, recipe, path = "adaptor", subject.recipe, subject.places.adaptor
-    train = f"train one for {recipe.draft.architecture} with masw-train and put it at {path}"
+    train = f"train it ({train_command(subject)}) and copy the run's adaptor to {path}"
     if not path.is_file():
         return failed(name, f"{path} does not exist", train)
     try:
@@ -36,6 +36,23 @@ def _adaptor(subject: Subject) -> Finding:
     found += "" if made_for == recipe.memory else f"; the recipe has {recipe.memory}"
     remedy = f"change memory in the recipe to the adaptor's, or {train}"
     return judged(name, made_for == recipe.memory, found, remedy)
+
+
+def train_command(subject: Subject) -> str:
+    """The command that begins an adaptor for the recipe's draft and memory; see docs/adaptor.md."""
+    memory, places = subject.recipe.memory, subject.places
+    options = {
+        "model": places.draft_model,
+        "sink": memory.sink,
+        "window": memory.window,
+        "intervals": memory.interval,
+        "visibility": memory.visibility,
+        "device": "cuda",
+        "data": "NAME=DOCUMENTS",
+        "out": "RUN",
+    }
+    words = ["masw-train", "pretrain"]
+    return shlex.join([*words, *(str(w) for k, v in options.items() for w in (f"--{k}", v))])
 
 
 def build_command(subject: Subject) -> str:
@@ -54,10 +71,9 @@ def build_command(subject: Subject) -> str:
         options = {"adaptor": places.adaptor} | options
     else:
         options |= {"interval": 0, "sink": recipe.memory.sink, "window": recipe.memory.window}
-    words = ["masw-build", "draft", str(places.draft_model)]
-    for name, value in options.items():
-        words += [f"--{name}", str(value)]
-    return shlex.join(words)
+    words = ["masw-build", "draft", places.draft_model]
+    words += [word for name, value in options.items() for word in (f"--{name}", value)]
+    return shlex.join(map(str, words))
 
 
 def _engine(subject: Subject) -> list[Finding]:

@@ -35,13 +35,13 @@ class TargetMemory:
 
     @property
     def weight_bytes(self) -> int:
-        """One rank's share of the linear layers, and of embedding and head."""
+        """One rank's share of the linear layers, and of embedding and head (never tied there)."""
         target, model = self.recipe.target, self.model
         wide = BYTES[target.dtype]
         layers = -(-model.layers // target.pipeline_parallel)
         linear = linear_count(model) * layers / model.layers
         linear *= WEIGHT_BYTES.get(target.quantization, wide)
-        tables = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2) * wide
+        tables = 2 * model.vocab_size * model.hidden_size * wide
         return int((linear + tables) / target.tensor_parallel)
 
     @property
