@@ -4,7 +4,6 @@ Its configurations are read and judged by the server itself; only the backend li
 are then found to be missing, in the server's own words.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -140,7 +139,7 @@ def launched(recipe, layout, rank: int) -> tuple[int, str]:
     for name, port in zip(("http", "grpc", "metrics"), free_ports(), strict=True):
         words = [re.sub(rf"^--{name}-port=.*", f"--{name}-port={port}", word) for word in words]
     done = subprocess.run(
-        words, env=os.environ | environment, capture_output=True, text=True, timeout=2 * PATIENCE
+        words, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE
     )
     return done.returncode, done.stdout + done.stderr
 
