@@ -19,7 +19,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..engines.recipe import Lane, Places, Recipe
 from . import tensors
 from .tensors import TensorSpec
-from .trtllm_config import TrtllmTarget
+from .trtllm_config import BackendTarget
 
 LOOP, DRAFT, TARGET = "tensorrt_llm_bls", "masw_draft", "tensorrt_llm"
 PREPROCESSING, POSTPROCESSING, ENSEMBLE = "preprocessing", "postprocessing", "ensemble"
@@ -53,7 +53,7 @@ class RepositoryConfig:
     time_limit: float = 600.0
     engine_threads: int = 0
     draft_gpu: int | None = None
-    target: TrtllmTarget | None = None
+    target: BackendTarget | None = None
 
     def __post_init__(self):
         if not isinstance(self.recipe, str) or not self.recipe.strip():
@@ -93,7 +93,7 @@ class RepositoryConfig:
         if recipe.lane == Lane.CPU:
             return config
         engine = (places or Places(pair.parent)).target_engine.absolute()
-        target = TrtllmTarget(str(engine), recipe.target.gpus, recipe.target.kv_fraction)
+        target = BackendTarget(str(engine), recipe.target.gpus, recipe.target.kv_fraction)
         return replace(config, draft_gpu=recipe.draft.gpu, target=target)
 
     def to_parameters(self) -> dict[str, str]:
@@ -115,7 +115,7 @@ class RepositoryConfig:
         if unknown:
             raise ValueError(f"parameter {PARAMETER!r} has unknown fields {sorted(unknown)}")
         if data.get("target") is not None:
-            data["target"] = TrtllmTarget(**data["target"])
+            data["target"] = BackendTarget(**data["target"])
         return cls(**data)
 
 

@@ -68,7 +68,7 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class TrtllmTarget:
+class BackendTarget:
     """A target engine as the backend loads it.
 
     engine: its folder, as the server sees it. gpus: device of each rank. kv_fraction: share of the

@@ -75,6 +75,7 @@ def target_config(stated: Recipe) -> dict:
         "pretrained_config": {
             "architecture": "LlamaForCausalLM",
             "dtype": target.dtype,
+            "logits_dtype": "float32",
             "mapping": mapping,
             "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
         },

@@ -67,6 +67,8 @@ def build_command(subject: Subject) -> str:
         "dtype": recipe.draft.dtype,
         "architecture": recipe.draft.architecture,
     }
+    if recipe.draft.quantization != "none":
+        options["quantization"] = recipe.draft.quantization
     if recipe.memory.interval:
         options = {"adaptor": places.adaptor} | options
     else:

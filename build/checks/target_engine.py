@@ -12,7 +12,9 @@ from .finding import Finding, failed, judged, unknown
 from .subject import Subject
 from .versions import TENSORRT_LLM
 
-DRAFT_TOKENS_EXTERNAL = 2  # TensorRT-LLM's SpeculativeDecodingMode, a flag number in config.json
+# TensorRT-LLM's SpeculativeDecodingMode.DRAFT_TOKENS_EXTERNAL, a flag number in config.json.
+EXTERNAL = (2, "draft_tokens_external")
+LOGITS = "float32"  # the type of draft_logits in the repository
 ALGORITHMS = {"none": None, "fp8": "FP8", "int4_awq": "W4A16_AWQ", "nvfp4": "NVFP4"}
 
 
@@ -85,8 +87,8 @@ def _speculation(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
     recipe, mode = subject.recipe, engine.build.get("speculative_decoding_mode")
     yield judged(
         "target engine: speculation",
-        mode == DRAFT_TOKENS_EXTERNAL,
-        f"speculative_decoding_mode is {mode}; draft_tokens_external is {DRAFT_TOKENS_EXTERNAL}",
+        (mode.lower() if isinstance(mode, str) else mode) in EXTERNAL,
+        f"speculative_decoding_mode is {mode}; draft_tokens_external is {EXTERNAL[0]}",
         _again(subject, "--speculative_decoding_mode draft_tokens_external"),
     )
     wanted, most = recipe.limits.max_draft_tokens, engine.number("max_draft_len")
@@ -152,6 +154,12 @@ def _numbers(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
             algorithm == wanted,
             f"quant_algo is {algorithm}; target.quantization {target.quantization} is {wanted}",
             f"a checkpoint of quantization {target.quantization}",
+        ),
+        (
+            "logits",
+            model.get("logits_dtype") == LOGITS,
+            f"logits_dtype is {model.get('logits_dtype')}; the draft's logits are {LOGITS}",
+            f"--logits_dtype {LOGITS}",
         ),
         (
             "KV dtype",

@@ -7,12 +7,14 @@ from .finding import Finding, judged, unknown
 from .machine import Machine
 
 TENSORRT_LLM, TENSORRT, CUDA = "1.2", "10.14", (13, 0)
+CONTAINERS = ("26.04", "26.05", "26.06", "26.07")  # those with TensorRT-LLM 1.2.1
 IN_CONTAINER = f"run inside the container {CONTAINER}"
 
 
 def gpu_versions(machine: Machine) -> list[Finding]:
     """TensorRT-LLM, TensorRT and the driver's CUDA, as engines of the gpu lane need them."""
     return [
+        _container(machine),
         _library(machine, "TensorRT-LLM", "tensorrt-llm", TENSORRT_LLM),
         _library(machine, "TensorRT", "tensorrt", TENSORRT),
         _cuda(machine),
@@ -25,6 +27,14 @@ def cpu_versions(machine: Machine) -> list[Finding]:
         _package(machine, "torch", "torch", "pip install 'masw[cpu]'"),
         _package(machine, "Triton server", "nvidia-pytriton", "pip install 'masw[cpu]'"),
     ]
+
+
+def _container(machine: Machine) -> Finding:
+    """The release of Triton's container; the libraries in it decide, so being elsewhere is open."""
+    if machine.container is None:
+        return unknown("container", "not inside a Triton container", IN_CONTAINER)
+    found = f"release {machine.container}; needed {', '.join(CONTAINERS)}"
+    return judged("container", machine.container in CONTAINERS, found, IN_CONTAINER)
 
 
 def _library(machine: Machine, name: str, distribution: str, wanted: str) -> Finding:

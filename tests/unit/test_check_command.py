@@ -31,7 +31,15 @@ def test_shipped_recipes_are_checked_anywhere(name, tmp_path):
         assert "pip install 'masw[cpu]'" in told["torch"].remedy
         return
     unknown = {n for n, each in told.items() if each.state == State.UNKNOWN}
-    assert unknown >= {"TensorRT-LLM", "TensorRT", "CUDA driver", "GPUs", "MPI", "tokenizers"}
+    assert unknown >= {
+        "container",
+        "TensorRT-LLM",
+        "TensorRT",
+        "CUDA driver",
+        "GPUs",
+        "MPI",
+        "tokenizers",
+    }
     assert "memory: target" in unknown and "--gpu-memory" in told["memory: target"].remedy
     for part, command in (
         ("target model", "hf download meta-llama/Llama-3.1"),

