@@ -21,6 +21,7 @@ from ..engines.adaptor import Adaptor
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
 from ..engines.tensorrt_module import load_tensorrt
+from ..engines.tokens import TOKENIZER, tokens_sha256
 from .bench.record import machine, versions, without_folder
 from .draft_plan import DraftPlan
 from .network.attention import plugin_attention
@@ -82,7 +83,7 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
         builder=Builder(build.module, trt.__version__, build.attention, capability),
         base=base,
         adaptor=file_sha256(build.adaptor),
-        tokenizer=file_sha256(build.model / "tokenizer.json"),
+        tokenizer=tokens_sha256(build.model / TOKENIZER),
     )
     build.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build.out.parent, prefix=f".{build.out.name}.") as scratch:

@@ -26,6 +26,7 @@ from .recipe import Recipe
 from .speculative import LoopSettings
 from .target import TorchTarget
 from .tensorrt_draft import TensorRTDraft
+from .tokens import TOKENIZER, tokens_sha256
 
 FORMAT = "masw-pair-1"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -184,7 +185,7 @@ def load_engine(directory: Path, rule: MemoryRule, max_sequences: int) -> DraftE
     adaptor = directory / "adaptor.safetensors"
     engine.check_use(
         base=read_header(adaptor).base if adaptor.is_file() else None,
-        tokenizer=file_sha256(directory / "target" / "tokenizer.json"),
+        tokenizer=tokens_sha256(directory / "target" / TOKENIZER),
     )
     if rule.interval and engine.adaptor != file_sha256(adaptor):
         raise PairError(

@@ -19,6 +19,7 @@ from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
 from masw.engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
 from masw.engines.recipe import Places, Recipe
+from masw.engines.tokens import tokens_sha256
 from tests.models import hf_config, save_model
 from tests.tiny_tokenizers import byte_level
 
@@ -127,7 +128,7 @@ def _write_draft_engine(places: Places, stated: Recipe, decoder: Decoder) -> Non
         Builder("tensorrt", TENSORRT, "plugin", "9.0"),
         decoder.fingerprint(),
         file_sha256(places.adaptor),
-        file_sha256(places.draft_model / "tokenizer.json"),
+        tokens_sha256(places.draft_model / "tokenizer.json"),
     )
     places.draft_engine.mkdir(parents=True)
     engine.write(places.draft_engine)

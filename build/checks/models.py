@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from ...engines import architectures
-from ...engines.engine_folder import DraftEngine, EngineFolderError, file_sha256
+from ...engines.engine_folder import DraftEngine, EngineFolderError
+from ...engines.tokens import TOKENIZER, TokensError, first_difference, read_tokens, tokens_sha256
 from .finding import Finding, failed, judged, ok, unknown
 from .subject import Subject
-
-TOKENIZER = "tokenizer.json"
 
 
 def model_findings(subject: Subject) -> list[Finding]:
@@ -53,20 +50,20 @@ def _tokenizers(subject: Subject) -> Finding:
     engine = _engine(subject)
     if engine is None or engine.tokenizer is None:
         return unknown(name, f"{draft} does not exist yet")
-    return judged(
-        name,
-        engine.tokenizer == file_sha256(target),
-        "the draft's engine was built with the target's tokenizer, or not, by fingerprint",
-        f"build the draft's engine from a model with the tokens of {target}",
-    )
+    try:
+        equal = engine.tokenizer == tokens_sha256(target)
+    except TokensError as error:
+        return failed(name, str(error), f"download it again below {subject.places.root}")
+    found = f"the draft's engine has {'the' if equal else 'other tokens than those'} of {target}"
+    return judged(name, equal, found, "build the draft's engine from a model with these tokens")
 
 
 def _compare(subject: Subject, target: Path, draft: Path) -> Finding:
     name, remedy = "tokenizers", "choose a draft that was trained with the target's tokenizer"
     try:
         ours, theirs = read_tokens(target), read_tokens(draft)
-    except (ValueError, KeyError, TypeError) as error:
-        return failed(name, f"a {TOKENIZER} cannot be read: {error!r}", "download it again")
+    except TokensError as error:
+        return failed(name, str(error), f"download it again below {subject.places.root}")
     if difference := first_difference(ours, theirs):
         return failed(name, difference, remedy)
     size = max(ours) + 1
@@ -80,26 +77,3 @@ def _compare(subject: Subject, target: Path, draft: Path) -> Finding:
         remedy = f"change {short[0]}.architecture"
         return failed(name, f"{found}, which is less than there are tokens", remedy)
     return ok(name, found)
-
-
-def read_tokens(path: Path) -> dict[int, str]:
-    """Every token of a tokenizer.json by its id, added ones included."""
-    data = json.loads(path.read_text())
-    tokens = {number: token for token, number in _pairs(data["model"]["vocab"])}
-    return tokens | {each["id"]: each["content"] for each in data.get("added_tokens") or ()}
-
-
-def _pairs(vocab: Any) -> list[tuple[str, int]]:
-    """(token, id): a mapping, or a list of [token, score] in the order of ids."""
-    if isinstance(vocab, dict):
-        return list(vocab.items())
-    return [(token, number) for number, (token, _) in enumerate(vocab)]
-
-
-def first_difference(target: dict[int, str], draft: dict[int, str]) -> str:
-    """What differs at the lowest id; "" where all tokens are equal."""
-    for number in sorted(target.keys() | draft.keys()):
-        ours, theirs = target.get(number), draft.get(number)
-        if ours != theirs:
-            return f"token {number} is {ours!r} in the target and {theirs!r} in the draft"
-    return ""
