@@ -1,0 +1,70 @@
+"""ModelOpt, which quantises a Hugging Face model before it becomes a TensorRT-LLM checkpoint.
+
+Works with ModelOpt 0.37 (settings as mappings, TensorRT-LLM 1.2) and 0.47 (as ordered lists).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..engines.recipe import TargetRecipe
+
+FORMATS = {"fp8": "FP8_DEFAULT_CFG", "int4_awq": "INT4_AWQ_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
+CACHE = "FP8_KV_CFG"
+
+
+def modelopt(part: str) -> ModuleType:
+    """`modelopt.torch.<part>`; raises ImportError with the remedy."""
+    try:
+        return importlib.import_module(f"modelopt.torch.{part}")
+    except ImportError as error:
+        raise ImportError(
+            f"ModelOpt cannot be imported ({error}); pip install 'masw[gpu]', or run in NVIDIA's "
+            "TensorRT-LLM container, which has it"
+        ) from error
+
+
+def settings(mtq: ModuleType, target: TargetRecipe) -> dict[str, Any]:
+    """ModelOpt's settings for a recipe's weights and cache, in the form its version uses."""
+    cache = copy.deepcopy(getattr(mtq, CACHE)["quant_cfg"])
+    ordered = not isinstance(cache, dict)
+    if target.quantization == "none":  # everything off, then the cache on
+        off = [{"quantizer_name": "*", "enable": False}] if ordered else {}
+        found: dict[str, Any] = {"quant_cfg": off, "algorithm": "max"}
+    else:
+        found = copy.deepcopy(getattr(mtq, FORMATS[target.quantization]))
+    if target.kv_cache == "fp8":
+        entries = found["quant_cfg"]
+        found["quant_cfg"] = [*entries, *cache] if ordered else {**entries, **cache}
+    return found
+
+
+def quantize(
+    model: torch.nn.Module,
+    target: TargetRecipe,
+    sequences: Sequence[Sequence[int]],
+    tick: Callable[[int], None],
+) -> torch.nn.Module:
+    """The model with ModelOpt's quantisers, their scales measured on `sequences` of ids.
+
+    tick(n) is called after the nth forward pass; AWQ makes two over all sequences.
+    """
+    mtq = modelopt("quantization")
+    done = 0
+
+    def forward_loop(calibrated: torch.nn.Module) -> None:
+        nonlocal done
+        device = next(calibrated.parameters()).device
+        for ids in sequences:
+            with torch.no_grad():
+                calibrated(torch.tensor([ids], device=device))  # (1, T)
+            done += 1
+            tick(done)
+
+    return mtq.quantize(model, settings(mtq, target), forward_loop=forward_loop)
