@@ -41,17 +41,17 @@ class Calibration:
 
         `tokenizer` is a Hugging Face tokenizer. Raises ValueError for a file without text.
         """
-        documents = islice(Source("text", self.file).documents(), self.samples)
-        pieces = [self._pieces(text, tokenizer) for text in documents]
+        texts = (text for text in Source("text", self.file).documents() if text.strip())
+        pieces = [self._pieces(text, tokenizer) for text in islice(texts, self.samples)]
         rounds: Iterable[list[int] | None] = chain.from_iterable(zip_longest(*pieces))
-        found = list(islice((piece for piece in rounds if piece), self.samples))
+        found = list(islice(filter(None, rounds), self.samples))
         if not found:
             raise ValueError(f"calibration file {self.file} holds no text")
         return found
 
     def _pieces(self, text: str, tokenizer: Any) -> list[list[int]]:
         text = text[: self.samples * self.length * _CHARACTERS_PER_TOKEN]
-        ids = tokenizer(text)["input_ids"] if text.strip() else []
+        ids = tokenizer(text)["input_ids"]
         return [ids[start : start + self.length] for start in range(0, len(ids), self.length)]
 
     def as_dict(self) -> dict[str, Any]:

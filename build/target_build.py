@@ -10,10 +10,11 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from .output_folder import check_space, check_unused, staged, write_provenance
 from .target_checkpoint import Say
 from .target_plan import BUILDER, IMAGE, TargetPlan
 
+Show = Callable[[int, str], object]
 LAST_LINES = 8  # of the log, shown with an error
 POLL_SECONDS = 0.2
 _RANK = re.compile(r"\brank[ :=_-]*(\d+)", re.IGNORECASE)
@@ -79,9 +81,8 @@ def build_engine(job: EngineJob, say: Say) -> Path:
     started = datetime.now(UTC)
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with staged(job.out) as stage:
-        command = job.plan.command(job.checkpoint, stage, job.workers)
         say(f"building {job.plan.target.ranks} engines; output in {job.log}")
-        code = _run(command, job.log, stage, job.plan.target.ranks)
+        code = _run(job, stage, say)
         missing = _missing(stage, job.plan.target.ranks)
         if code or missing:
             raise TargetBuildError(_explain(code, missing, job.log))
@@ -90,16 +91,19 @@ def build_engine(job: EngineJob, say: Say) -> Path:
     return job.out
 
 
-def _run(command: list[str], log: Path, stage: Path, ranks: int) -> int:
+def _run(job: EngineJob, stage: Path, say: Say) -> int:
     """The exit code, negative for a signal. Its process group ends with this call."""
-    with log.open("wb") as output, _bar(ranks) as bar:
+    command = job.plan.command(job.checkpoint, stage, job.workers)
+    ranks, done = job.plan.target.ranks, 0
+    with job.log.open("wb") as output, _bar(ranks, say) as show:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             while process.poll() is None:
-                bar(ranks - len(_missing(stage, ranks)), _last_lines(log, 1))
                 time.sleep(POLL_SECONDS)
+                before, done = done, ranks - len(_missing(stage, ranks))
+                show(done - before, _last_lines(job.log, 1))
         finally:
             _end(process)
     return process.returncode
@@ -113,14 +117,18 @@ def _end(process: subprocess.Popen) -> None:
 
 
 @contextmanager
-def _bar(ranks: int) -> Iterator:
-    """Yields show(engines written, last line of the log)."""
+def _bar(ranks: int, say: Say) -> Iterator[Show]:
+    """Yields show(engines more, last line of the log): a bar, or a line for each engine."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        told = count(1)
+        yield lambda done, text: [say(f"{next(told)}/{ranks} engines") for _ in range(done)]
+        return
     columns = BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
     line = TextColumn("{task.description}", markup=False)
-    console = Console(stderr=True, highlight=False)
     with Progress(*columns, line, console=console, transient=True) as bars:
         task = bars.add_task("", total=ranks)
-        yield lambda done, text: bars.update(task, completed=done, description=text[-60:])
+        yield lambda done, text: bars.update(task, advance=done, description=text[-60:])
 
 
 def _missing(stage: Path, ranks: int) -> list[int]:
@@ -140,11 +148,11 @@ def _explain(code: int, missing: list[int], log: Path) -> str:
     return f"{BUILDER} {what}{where}; the end of {log}:\n{tail or '(nothing)'}"
 
 
-def _last_lines(log: Path, count: int) -> str:
+def _last_lines(log: Path, most: int) -> str:
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 400 * count))
+        file.seek(max(0, log.stat().st_size - 400 * most))
         lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join([line.rstrip() for line in lines if line.strip()][-count:])
+    return "\n".join([line.rstrip() for line in lines if line.strip()][-most:])
 
 
 def _check_config(plan: TargetPlan, stage: Path) -> None:

@@ -22,6 +22,7 @@ from .output_folder import GIB, is_used
 from .target_build import EngineJob, build_engine
 from .target_checkpoint import CheckpointJob, Say, check_checkpoint, write_checkpoint
 from .target_plan import IMAGE, TargetPlan
+from .target_tensors import RankTensor
 
 AWQ_SAMPLES = 32  # AWQ searches over all of them
 
