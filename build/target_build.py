@@ -52,10 +52,15 @@ class EngineJob:
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers is {self.workers}; use 1 or more")
 
-    def check(self) -> None:
-        """Raises ValueError where the folder is used or the disk is too small."""
+    def check(self, reserved: int = 0) -> None:
+        """Raises ValueError where the folder is used or the disk too small.
+
+        reserved: bytes that will be written beside the engines before they are built.
+        """
         check_unused(self.out)
-        check_space(self.out, self.plan.checkpoint_bytes, "the engine")
+        if shutil.which(BUILDER) is not None:
+            needed = self.plan.checkpoint_bytes + reserved
+            check_space(self.out, needed, "the engine" + " with its checkpoint" * bool(reserved))
 
     @property
     def command(self) -> list[str]:

@@ -7,46 +7,27 @@ the tensors is compared with the plan, as are the tensors themselves.
 
 from __future__ import annotations
 
-import hashlib
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-from safetensors import safe_open
 
 from ..engines import architectures
-from ..engines.engine_folder import file_sha256
 from ..engines.text import TextCodec
 from .calibration import Calibration
-from .output_folder import GIB, PROVENANCE, check_space, staged, write_provenance
+from .output_folder import GIB, check_space, staged, write_provenance
+from .target_folder import CONFIG, CheckpointError, check_rank, complete, model_fingerprint
 from .target_plan import TargetPlan
-from .target_quantization import modelopt, quantize
+from .target_quantization import check_modelopt, modelopt, quantize
 
 Say = Callable[[str], None]
-CONFIG, QUANTIZED_LAYERS = "config.json", "quant_cfg.json"
 DECODER_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
-# Keys that ModelOpt may state otherwise, or a conversion of its own in the container.
-CORRECTED = {
-    "architecture",
-    "logits_dtype",
-    "rotary_base",
-    "rotary_scaling",
-    "share_embedding_table",
-    "tie_word_embeddings",
-}
-SAMPLED_PLACES, SAMPLED_BYTES = 64, 4096
-SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
-SAFETENSORS |= {"I8": "int8", "U8": "uint8"}
-
-
-class CheckpointError(RuntimeError):
-    """ModelOpt failed, or wrote something other than what was planned; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +61,7 @@ class CheckpointJob:
                 f"the model takes {plan.model_bytes / GIB:,.1f} GiB of memory, "
                 f"{free / GIB:,.1f} GiB are free; use a machine with more"
             )
-        modelopt("export")
+        check_modelopt()
 
 
 def write_checkpoint(job: CheckpointJob, say: Say) -> Path:
@@ -177,93 +158,8 @@ def _complete_config(plan: TargetPlan, stage: Path) -> None:
     written = json.loads(path.read_text())
     completed = complete(written, plan.config)
     path.write_text(json.dumps(completed, indent=2) + "\n")
-    (stage / QUANTIZED_LAYERS).unlink(missing_ok=True)  # only mixed precision has a use for it
-
-
-def complete(written: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
-    """ModelOpt's config with the plan's keys.
-
-    Raises CheckpointError for a key that ModelOpt states otherwise and that is not one of
-    `CORRECTED`: then the tensors are not those that were planned.
-    """
-    found = dict(written)
-    for key, value in planned.items():
-        stated = written.get(key, value)
-        if isinstance(value, dict) and isinstance(stated, dict) and key not in CORRECTED:
-            value, stated = {**stated, **value}, {**value, **stated}
-        if stated != value and key not in CORRECTED:
-            raise CheckpointError(f"ModelOpt wrote {key} {stated}; the plan has {value}")
-        found[key] = value
-    return found
-
-
-def check_rank(plan: TargetPlan, folder: Path, rank: int) -> None:
-    """Compares the header of a rank's file with the plan: names, dtypes, shapes.
-
-    Raises CheckpointError naming the first tensor that is missing or different.
-    """
-    path = folder / f"rank{rank}.safetensors"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} lacks {path.name}")
-    with safe_open(path, "pt") as file:
-        names = set(file.keys())
-        for tensor in plan.shards.tensors(rank):
-            if tensor.name not in names:
-                raise CheckpointError(f"{path.name} lacks {tensor.name}")
-            header = file.get_slice(tensor.name)
-            found = SAFETENSORS.get(header.get_dtype()), tuple(header.get_shape())
-            if found != (tensor.dtype, tensor.shape):
-                raise CheckpointError(
-                    f"{path.name}: {tensor.name} is {found[0]} {list(found[1])}, not "
-                    f"{tensor.dtype} {list(tensor.shape)}"
-                )
-
-
-def check_checkpoint(plan: TargetPlan, folder: Path, model: Path | None = None) -> None:
-    """Raises ValueError where an existing checkpoint is not the plan's, or of another model."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{folder} is not empty and no checkpoint; remove it")
-    config = json.loads(path.read_text())
-    for key, value in plan.config.items():
-        if config.get(key) != value and not _within(value, config.get(key)):
-            raise ValueError(
-                f"{folder} has {key} {config.get(key)}, the recipe wants {value}; remove it to "
-                "write it anew"
-            )
-    for rank in range(plan.target.ranks):
-        check_rank(plan, folder, rank)
-    recorded = json.loads((folder / PROVENANCE).read_text())["model"]
-    if model is not None and (model / CONFIG).is_file() and model_fingerprint(model) != recorded:
-        raise ValueError(f"{folder} was written from another model than {model}; remove it")
-
-
-def _within(part: Any, whole: Any) -> bool:
-    """Whether a mapping holds all of another."""
-    both = isinstance(part, dict) and isinstance(whole, dict)
-    return both and part == {key: whole[key] for key in part if key in whole}
-
-
-def model_fingerprint(model: Path) -> dict[str, Any]:
-    """What tells models apart without reading all weights: digests of config and of samples."""
-    return {
-        "config_sha256": file_sha256(model / CONFIG),
-        "weights": {file.name: _sampled(file) for file in sorted(model.glob("*.safetensors"))},
-    }
-
-
-def _sampled(path: Path) -> str:
-    """Digest of a file's size and of its bytes at evenly spaced places."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for number in range(SAMPLED_PLACES):
-            file.seek(size * number // SAMPLED_PLACES)
-            digest.update(file.read(SAMPLED_BYTES))
-    return digest.hexdigest()
+    (stage / "quant_cfg.json").unlink(missing_ok=True)  # only mixed precision has a use for it
 
 
 def _version() -> str:
-    import importlib.metadata
-
     return importlib.metadata.version("nvidia-modelopt")

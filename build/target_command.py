@@ -20,10 +20,12 @@ from .calibration import LENGTH, SAMPLES, Calibration
 from .failures import failures
 from .output_folder import GIB, is_used
 from .target_build import EngineJob, build_engine
-from .target_checkpoint import CheckpointJob, Say, check_checkpoint, write_checkpoint
+from .target_checkpoint import CheckpointJob, Say, write_checkpoint
+from .target_folder import check_checkpoint
 from .target_plan import IMAGE, TargetPlan
 from .target_tensors import RankTensor
 
+WIDTH = 110  # columns that the longest row takes
 AWQ_SAMPLES = 32  # AWQ searches over all of them
 
 
@@ -104,7 +106,7 @@ class TargetBuild:
         else:
             self.checkpoint.check()
         if not checkpoint_only:
-            self.engine.check()
+            self.engine.check(0 if done else self.engine.plan.checkpoint_bytes)
         if done:
             say(f"using the checkpoint {self.checkpoint.out}")
         else:
@@ -128,7 +130,7 @@ def _show(build: TargetBuild, as_json: bool) -> None:
         typer.echo(json.dumps(plan.as_dict() | {"command": command}))
         return
     typer.echo(json.dumps(plan.config, indent=2))
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(WIDTH, Console().width))
     console.print(tensor_card(plan))
     console.print(rank_card(plan))
     console.print(

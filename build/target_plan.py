@@ -29,10 +29,10 @@ AWQ_VOCABULARY = 64  # ModelOpt pads the vocabulary of an AWQ model to a multipl
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """A target to be built from a gpu recipe. `model`: its architecture, as the recipe has it."""
+    """A target to be built from a gpu recipe; `model` is the architecture it names."""
 
     recipe: Recipe
-    model: DecoderConfig = field(default=None)
+    model: DecoderConfig = field(init=False)
 
     def __post_init__(self):
         if self.recipe.lane != "gpu":
@@ -40,8 +40,7 @@ class TargetPlan:
                 f"recipe {self.recipe.name} is of lane {self.recipe.lane}; TensorRT-LLM targets "
                 "need lane gpu"
             )
-        if self.model is None:
-            object.__setattr__(self, "model", self.recipe.target_config())
+        object.__setattr__(self, "model", self.recipe.target_config())
         _check_split(self.model, self.target)
         _check_blocks(self.model, self.target)
         _check_limits(self.model, self.recipe)
@@ -73,8 +72,9 @@ class TargetPlan:
     @property
     def model_bytes(self) -> int:
         """Bytes of the unquantised model in the recipe's dtype, as it lies in host memory."""
-        target = TargetRecipe(dtype=self.target.dtype)
-        return sum(tensor.bytes for tensor in Shards(self.model, target).tensors(0))
+        shards = Shards(self.model, TargetRecipe(dtype=self.target.dtype))
+        count = sum(tensor.bytes for tensor in shards.tensors(0))
+        return count - self.model.tied_embeddings * shards.last_stage[-1].bytes
 
     @property
     def cache_bytes(self) -> int:

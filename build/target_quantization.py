@@ -1,13 +1,16 @@
 """ModelOpt, which quantises a Hugging Face model before it becomes a TensorRT-LLM checkpoint.
 
-Works with ModelOpt 0.37 (settings as mappings, TensorRT-LLM 1.2) and 0.47 (as ordered lists).
+Works with ModelOpt 0.37 (settings as mappings; TensorRT-LLM 1.2 has it) and 0.47 (as lists). 0.37
+needs a GPU for NVFP4, and TensorRT-LLM beside it for Qwen models; 0.47 needs neither.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import io
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +31,12 @@ def modelopt(part: str) -> ModuleType:
             f"ModelOpt cannot be imported ({error}); pip install 'masw[gpu]', or run in NVIDIA's "
             "TensorRT-LLM container, which has it"
         ) from error
+
+
+def check_modelopt() -> None:
+    """Imports ModelOpt without what it prints then; raises ImportError with the remedy."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        modelopt("export")
 
 
 def settings(mtq: ModuleType, target: TargetRecipe) -> dict[str, Any]:

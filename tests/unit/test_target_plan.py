@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -212,6 +213,10 @@ def test_disk_and_memory_are_checked(model_dir, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(output_folder.shutil, "disk_usage", lambda path: small)
             assert "the checkpoint needs about" in call(recipe, *base, code=1).stderr
+            small.free = 2 * needed - 1
+            patch.setattr(shutil, "which", lambda name: name)
+            told = call(recipe, *base, code=1).stderr
+            assert "the engine with its checkpoint needs about" in told
         small = SimpleNamespace(available=needed - 1)
         monkeypatch.setattr(target_checkpoint.psutil, "virtual_memory", lambda: small)
         assert "GiB of memory" in call(recipe, *base, code=1).stderr
