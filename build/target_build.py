@@ -161,13 +161,18 @@ def _last_lines(log: Path, most: int) -> str:
 
 
 def _check_config(plan: TargetPlan, stage: Path) -> None:
-    """The engine must have been built for the draft length that the loop will use."""
+    """What trtllm-build may change with a warning only, and the loop cannot do without."""
     path = stage / "config.json"
     if not path.is_file():
         raise TargetBuildError(f"{BUILDER} wrote no config.json beside the engines")
-    built = json.loads(path.read_text()).get("build_config", {}).get("max_draft_len")
-    if built != plan.target.max_draft_len:
+    built = json.loads(path.read_text()).get("build_config", {})
+    if built.get("max_draft_len") != plan.target.max_draft_len:
         raise TargetBuildError(
-            f"{BUILDER} built engines of max_draft_len {built}; the recipe wants "
-            f"{plan.target.max_draft_len}"
+            f"{BUILDER} built engines of max_draft_len {built.get('max_draft_len')}; the recipe "
+            f"wants {plan.target.max_draft_len}"
+        )
+    if built.get("plugin_config", {}).get("use_paged_context_fmha") is False:
+        raise TargetBuildError(
+            f"{BUILDER} turned use_paged_context_fmha off, so prefixes could not be reused; its "
+            "log says why"
         )

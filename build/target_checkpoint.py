@@ -50,9 +50,8 @@ class CheckpointJob:
             raise ValueError(f"{self.model} has no weights: no *.safetensors lies there")
         if plan.needs_calibration and self.calibration is None:
             raise ValueError(
-                f"target.quantization {plan.target.quantization} with kv_cache "
-                f"{plan.target.kv_cache} measures scales on text; give --calibration FILE (.txt or "
-                ".jsonl) like what the target will read"
+                f"target.quantization {plan.target.quantization} measures scales on text; give "
+                "--calibration FILE (.txt or .jsonl) like what the target will read"
             )
         check_space(self.out, plan.checkpoint_bytes, "the checkpoint")
         free = psutil.virtual_memory().available

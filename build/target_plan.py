@@ -24,6 +24,7 @@ ARCHITECTURES = {
 }
 # NVIDIA advises the plugin for 16-bit weights and against it for FP8.
 GEMM_PLUGINS = {"none": "auto", "fp8": "disable", "int4_awq": "auto", "nvfp4": "nvfp4"}
+FP8_CACHES = ("fp8", "nvfp4")  # weights beside which an FP8 cache may be paged
 AWQ_VOCABULARY = 64  # ModelOpt pads the vocabulary of an AWQ model to a multiple of this
 
 
@@ -42,6 +43,7 @@ class TargetPlan:
             )
         object.__setattr__(self, "model", self.recipe.target_config())
         _check_split(self.model, self.target)
+        _check_cache(self.target)
         _check_blocks(self.model, self.target)
         _check_limits(self.model, self.recipe)
 
@@ -57,8 +59,8 @@ class TargetPlan:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether scales must be measured on text: quantised weights, or an FP8 cache."""
-        return self.target.quantization != "none" or self.target.kv_cache == "fp8"
+        """Whether scales must be measured on text."""
+        return self.target.quantization != "none"
 
     def rank_bytes(self, rank: int) -> int:
         """Bytes of a rank's weights and scales."""
@@ -157,7 +159,7 @@ class TargetPlan:
             "gpt_attention_plugin": "auto",
             "gemm_plugin": GEMM_PLUGINS[t.quantization],
         }
-        if t.kv_cache == "fp8":  # paged context attention reads an FP8 cache only in FP8
+        if t.kv_cache == "fp8":
             options["use_fp8_context_fmha"] = "enable"
         return [BUILDER, *(str(word) for k, v in options.items() for word in (f"--{k}", v))]
 
@@ -207,6 +209,15 @@ def _check_split(model: DecoderConfig, target: TargetRecipe) -> None:
             "multiple of it"
         )
     _divisible("layers", model.layers, "target.pipeline_parallel", pipeline)
+
+
+def _check_cache(target: TargetRecipe) -> None:
+    """trtllm-build drops paged context attention, and so prefix reuse, for other FP8 caches."""
+    if target.kv_cache == "fp8" and target.quantization not in FP8_CACHES:
+        raise ValueError(
+            f"target.kv_cache is 'fp8' with target.quantization {target.quantization!r}; an FP8 "
+            f"cache can be reused only with {' or '.join(FP8_CACHES)}: use one, or kv_cache auto"
+        )
 
 
 def _check_blocks(model: DecoderConfig, target: TargetRecipe) -> None:

@@ -41,16 +41,11 @@ def check_modelopt() -> None:
 
 def settings(mtq: ModuleType, target: TargetRecipe) -> dict[str, Any]:
     """ModelOpt's settings for a recipe's weights and cache, in the form its version uses."""
-    cache = copy.deepcopy(getattr(mtq, CACHE)["quant_cfg"])
-    ordered = not isinstance(cache, dict)
-    if target.quantization == "none":  # everything off, then the cache on
-        off = [{"quantizer_name": "*", "enable": False}] if ordered else {}
-        found: dict[str, Any] = {"quant_cfg": off, "algorithm": "max"}
-    else:
-        found = copy.deepcopy(getattr(mtq, FORMATS[target.quantization]))
+    found = copy.deepcopy(getattr(mtq, FORMATS[target.quantization]))
     if target.kv_cache == "fp8":
-        entries = found["quant_cfg"]
-        found["quant_cfg"] = [*entries, *cache] if ordered else {**entries, **cache}
+        entries, cache = found["quant_cfg"], copy.deepcopy(getattr(mtq, CACHE)["quant_cfg"])
+        older = isinstance(entries, dict)
+        found["quant_cfg"] = {**entries, **cache} if older else [*entries, *cache]
     return found
 
 

@@ -22,7 +22,11 @@ while [ $# -gt 0 ]; do
   shift
 done
 engine() { echo "[TRT-LLM] [I] Serializing $out/rank$1.engine"; echo > "$out/rank$1.engine"; }
-config() { echo "{\\"build_config\\": {\\"max_draft_len\\": $1}}" > "$out/config.json"; }
+config() {
+  plugins="{\\"use_paged_context_fmha\\": ${2:-true}}"
+  echo "{\\"build_config\\": {\\"max_draft_len\\": $1, \\"plugin_config\\": $plugins}}" \\
+    > "$out/config.json"
+}
 """
 WORKS = "engine 0; engine 1; config $len; sleep 0.3"
 
@@ -151,6 +155,7 @@ def test_engines_of_all_ranks_are_built_from_the_checkpoint_that_is_there(root, 
         ("engine 1; config $len", "ended without all engines; rank 0 has no engine"),
         ("engine 0; engine 1", "wrote no config.json"),
         ("engine 0; engine 1; config 0", "max_draft_len 0; the recipe wants 7"),
+        ("engine 0; engine 1; config $len false", "turned use_paged_context_fmha off"),
     ],
 )
 def test_a_failed_build_names_rank_or_log_and_leaves_nothing(root, builder, body, message):

@@ -129,10 +129,13 @@ def test_a_quantised_target_gets_the_flags_of_its_format(tmp_path):
     folder = save_model(tmp_path, "llama-llama3", **SIZES)
     plugins = {"fp8": "disable", "int4_awq": "auto", "nvfp4": "nvfp4"}
     for kind, plugin in plugins.items():
-        command = plan_of(folder, 2, quantization=kind, kv_cache="fp8").command("c", "e", 1)
-        options = dict(zip(command[1::2], command[2::2], strict=True))
-        assert options["--gemm_plugin"] == plugin and options["--workers"] == "1"
-        assert options["--use_fp8_context_fmha"] == "enable"
+        for cache in ("auto", "fp8")[: 1 if kind == "int4_awq" else 2]:
+            plan = plan_of(folder, 2, quantization=kind, kv_cache=cache)
+            words = plan.command("c", "e", 1)
+            options = dict(zip(words[1::2], words[2::2], strict=True))
+            assert options["--gemm_plugin"] == plugin and options["--workers"] == "1"
+            fp8 = options.get("--use_fp8_context_fmha")
+            assert fp8 == ("enable" if cache == "fp8" else None)
     assert "--use_fp8_context_fmha" not in plan_of(folder).command("c", "e")
 
 
@@ -155,6 +158,14 @@ def test_a_quantised_target_gets_the_flags_of_its_format(tmp_path):
             SIZES | {"vocab_size": 307},
             *(1, 1, {"quantization": "int4_awq"}, "vocab_size is 307; ModelOpt pads it.*64"),
         ),
+        (
+            {},
+            1,
+            1,
+            {"kv_cache": "fp8"},
+            "kv_cache is 'fp8' with .*'none'; .*only with fp8 or nvfp4",
+        ),
+        (SIZES, 2, 1, {"quantization": "int4_awq", "kv_cache": "fp8"}, "'fp8' with .*'int4_awq'"),
         ({"max_position_embeddings": 128}, 1, 1, {}, "max_length is 256; tiny has 128 positions"),
         ({}, 1, 1, {"max_num_tokens": 33}, r"max_num_tokens is 33; .*2 x .*16 \+ 1\) takes 34"),
     ],
@@ -196,10 +207,8 @@ def test_a_build_checks_what_is_cheap_first(model_dir, tmp_path):
         (root / "engines" / "target" / "rank0.engine").unlink()
         quantised = write_recipe(tmp_path, quantization="fp8")
         assert "give --calibration FILE" in call(quantised, *base, code=1).stderr
-        cached = write_recipe(tmp_path, kv_cache="fp8")
-        assert "give --calibration FILE" in call(cached, *base, code=1).stderr
         text = ["--calibration", tmp_path / "none.txt"]
-        assert "none.txt does not exist" in call(cached, *base, *text, code=1).stderr
+        assert "none.txt does not exist" in call(quantised, *base, *text, code=1).stderr
     assert not (root / "checkpoints").exists() and not (root / "logs").exists()
 
 
@@ -282,12 +291,9 @@ def test_settings_of_modelopts_older_and_newer_form_mean_the_same():
         FP8_KV_CFG={"quant_cfg": kv},
     )
     both = TargetRecipe(quantization="fp8", kv_cache="fp8")
-    only_cache = TargetRecipe(kv_cache="fp8")
     entries = {"*weight_quantizer": weights, "*[kv]_bmm_quantizer": cache} | off
     assert settings(older, both) == {"quant_cfg": entries, "algorithm": "max"}
     assert settings(newer, both)["quant_cfg"] == [all_off, *on, *kv]
-    assert settings(older, only_cache) == older.FP8_KV_CFG
-    assert settings(newer, only_cache)["quant_cfg"] == [all_off, *kv]
     assert settings(older, TargetRecipe(quantization="fp8")) == older.FP8_DEFAULT_CFG
     assert older.FP8_DEFAULT_CFG["quant_cfg"].keys() == {"*weight_quantizer", "default"}
 
