@@ -6,8 +6,6 @@ Exit codes: 0 built or planned, 1 could not be built, 2 a usage error.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +18,8 @@ from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from .draft_plan import CONTAINER, DraftPlan, memory_card, shape_card, summary
+from .failures import failures
+from .target_command import target
 
 PLANNING = ("dry_run", "as_json")  # options that a build does without
 
@@ -29,16 +29,6 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 @app.callback()
 def commands() -> None:
     """Builds what the gpu lane runs."""
-
-
-@contextmanager
-def failures() -> Iterator[None]:
-    """What keeps something from being built ends the command with one line and code 1."""
-    try:
-        yield
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        typer.echo(f"masw-build: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -104,6 +94,9 @@ def draft(
         attention = attention or (PLUGIN if module == "tensorrt" else NATIVE)
         build = DraftBuild(plan, Path(model), out, adaptor, module, attention)
         typer.echo(str(build_draft(build, lambda text: typer.echo(text, err=True))))
+
+
+app.command()(target)
 
 
 def _model_config(model: str, architecture: str | None, dry_run: bool) -> DecoderConfig:
