@@ -118,9 +118,8 @@ class RequestDrafts:
         self._failed.clear()
 
     def _admit(self, batch: Sequence[Wanted]) -> list[Wanted]:
-        """The requests of the batch that have a sequence, or get one now; first who has one."""
+        """The requests of the batch that have a sequence or get one now."""
         batch = [w for w in batch if w.draft_tokens > 0 and w.request_id not in self._failed]
-        batch.sort(key=lambda wanted: wanted.request_id not in self._held)
         named = {wanted.request_id for wanted in batch}
         admitted = []
         for wanted in batch:

@@ -182,6 +182,9 @@ def test_a_step_gives_the_accepted_drafts_and_one_token(pair, engine):
     assert answer(target, ids, 1, [(own[0] + 1) % VOCAB]) == own[:1]
     assert answer(target, ids, 4) == own[:4]
     assert [r.max_tokens for r in executor.requests[1:]] == [6, 6, 2, 4]
+    for ends in ((own[2], VOCAB - 1), (VOCAB - 1, own[2])):  # known to the engine, or not
+        assert answer(target, ids, 6, end_ids=ends) == own[:3]
+        assert answer(target, ids, 1, own[:5], end_ids=ends) == own[:3]
     config = executor.config
     assert config.kv_cache_config.enable_block_reuse and config.enable_chunked_context
 
