@@ -63,10 +63,12 @@ class TrtllmTarget(Target):
         self._api = load_executor()
         config = executor_config(self._api, self.engine, settings)
         self._executor = self._api.Executor(directory, self._api.ModelType.DECODER_ONLY, config)
-        if not self._executor.can_enqueue_requests():
-            raise TargetError("this process is no leader of the engine's ranks; call from rank 0")
         self._cancelled: set[int] = set()
-        self._prompt_in_output = self._probe()
+        try:
+            self._prompt_in_output = self._probe()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends the engine and its ranks; the target cannot be used afterwards."""
@@ -147,6 +149,8 @@ class TrtllmTarget(Target):
 
     def _probe(self) -> bool:
         """Whether outputs begin with the prompt; proves that the engine answers."""
+        if not self._executor.can_enqueue_requests():
+            raise TargetError("this process is no leader of the engine's ranks; call from rank 0")
         question = Question(list(PROBE), 1, [], None, Sampling(), 0, 0, ())
         request = executor_request(self._api, question, self.engine)
         deadline = time.monotonic() + self.settings.time_limit

@@ -347,11 +347,21 @@ def test_several_ranks_are_spawned_by_an_orchestrator(pair, tmp_path, monkeypatc
     assert worker == "/opt/tensorrt_llm/bin/executorWorker"
 
 
-def test_an_engine_that_does_not_answer_is_an_error_on_opening(engine):
-    with pytest.raises(TargetError, match=r"within time_limit 0\.1 s"):
-        engine(Behaviour(silent=lambda number, request: True), time_limit=0.1)
-    with pytest.raises(TargetError, match="no leader"):
-        engine(Behaviour(leader=False))
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        (Behaviour(silent=lambda number, request: True), r"within time_limit 0\.1 s"),
+        (Behaviour(leader=False), "no leader"),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_ended_on_opening(
+    pair, tmp_path, monkeypatch, behaviour, message
+):
+    made = install(monkeypatch, new_target(pair.target), behaviour)
+    folder = write_engine(tmp_path / "engine", new_target(pair.target))
+    with pytest.raises(TargetError, match=message):
+        TrtllmTarget(folder, settings=ExecutorSettings(time_limit=0.1))
+    assert made[0].is_shut_down
 
 
 @pytest.mark.parametrize("change", [{"time_limit": 0}, {"kv_fraction": 1.0}])
