@@ -22,6 +22,7 @@ from .draft_plan import CONTAINER, DraftPlan, memory_card, shape_card, summary
 from .failures import failures
 from .launch_command import launch
 from .repository_command import repository
+from .target_command import target
 
 PLANNING = ("dry_run", "as_json")  # options that a build does without
 
@@ -96,6 +97,9 @@ def draft(
         attention = attention or (PLUGIN if module == "tensorrt" else NATIVE)
         build = DraftBuild(plan, Path(model), out, adaptor, module, attention)
         typer.echo(str(build_draft(build, lambda text: typer.echo(text, err=True))))
+
+
+app.command()(target)
 
 
 def _model_config(model: str, architecture: str | None, dry_run: bool) -> DecoderConfig:

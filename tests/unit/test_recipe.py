@@ -209,5 +209,5 @@ def test_a_recipe_cannot_change_and_round_trips_through_json():
 def test_places_are_apart_and_below_the_root(tmp_path):
     names = [name for name, value in vars(Places).items() if isinstance(value, property)]
     found = [getattr(Places(tmp_path), name) for name in names]
-    assert len(set(found)) == len(names) == 8
+    assert len(set(found)) == len(names) == 9
     assert all(tmp_path in place.parents for place in found)
