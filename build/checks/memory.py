@@ -8,12 +8,13 @@ from ...engines.config import DecoderConfig
 from ...engines.draft_io import DraftIO
 from ...engines.recipe import Recipe
 from ..draft_plan import BYTES, DraftPlan
+from ..target_plan import TargetPlan
 from .finding import Finding, failed, ok, unknown
 from .machine import GIB
 from .subject import Subject
 
 CONTEXT = GIB  # CUDA context, communication buffers, workspaces: a guess per process
-WEIGHT_BYTES = {"fp8": 1.0, "int4_awq": 0.5 + 2 / 128, "nvfp4": 0.5 + 1 / 16}  # scales included
+WEIGHT_BYTES = {"fp8": 1.0, "int4_awq": 0.5 + 2 / 128}  # of the draft's, scales included
 
 
 def linear_count(model: DecoderConfig) -> int:
@@ -26,37 +27,27 @@ def linear_count(model: DecoderConfig) -> int:
 class TargetMemory:
     """Bytes on each device of the target, of which the fullest counts."""
 
-    recipe: Recipe
+    plan: TargetPlan
 
     @property
-    def model(self) -> DecoderConfig:
-        """The target's architecture."""
-        return self.recipe.target_config()
+    def recipe(self) -> Recipe:
+        """The recipe of the plan."""
+        return self.plan.recipe
 
     @property
     def weight_bytes(self) -> int:
-        """One rank's share of the linear layers, and of embedding and head (never tied there)."""
-        target, model = self.recipe.target, self.model
-        wide = BYTES[target.dtype]
-        layers = -(-model.layers // target.pipeline_parallel)
-        linear = linear_count(model) * layers / model.layers
-        linear *= WEIGHT_BYTES.get(target.quantization, wide)
-        tables = 2 * model.vocab_size * model.hidden_size * wide
-        return int((linear + tables) / target.tensor_parallel)
+        """Weights and scales of the rank with the most."""
+        return max(map(self.plan.rank_bytes, range(self.recipe.target.ranks)))
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token on one rank; fewer heads than ranks are kept twice."""
-        target, model = self.recipe.target, self.model
-        layers = -(-model.layers // target.pipeline_parallel)
-        heads = -(-model.kv_heads // target.tensor_parallel)
-        size = 1 if target.kv_cache == "fp8" else BYTES[target.dtype]
-        return 2 * layers * heads * model.head_dim * size
+        """Keys and values of one token on one rank."""
+        return self.plan.cache_bytes
 
     @property
     def activation_bytes(self) -> int:
         """An estimate: the widest tensors of a full batch of tokens, and the logits."""
-        target, limits, model = self.recipe.target, self.recipe.limits, self.model
+        target, limits, model = self.recipe.target, self.recipe.limits, self.plan.model
         widths = 4 * model.hidden_size + 3 * model.intermediate_size / target.tensor_parallel
         logits = 4 * limits.max_sequences * (limits.max_draft_tokens + 1) * model.vocab_size
         return int(target.max_num_tokens * widths * BYTES[target.dtype]) + logits
@@ -94,12 +85,10 @@ def draft_bytes(recipe: Recipe) -> int:
 def memory_findings(subject: Subject) -> list[Finding]:
     """Whether target and draft fit: one line for the target's devices, one for a draft's own."""
     recipe = subject.recipe
-    length = recipe.limits.max_length
-    for role, model in (("target", recipe.target_config()), ("draft", recipe.draft_config())):
-        if length > model.max_positions:
-            found = f"limits.max_length is {length}; the {role} has {model.max_positions} positions"
-            return [failed("memory", found, f"lower limits.max_length to {model.max_positions}")]
-    target, draft = TargetMemory(recipe), draft_bytes(recipe)
+    try:
+        target, draft = TargetMemory(TargetPlan(recipe)), draft_bytes(recipe)
+    except ValueError as error:
+        return [failed("plan", str(error), "change these numbers in the recipe")]
     findings = [_target(subject, target, draft if recipe.shares_gpu else 0)]
     return findings if recipe.shares_gpu else [*findings, _draft(subject, draft)]
 
@@ -137,7 +126,10 @@ def _cache(recipe: Recipe, target: TargetMemory, name: str, parts: str, pool: fl
     sequences = int(pool // target.sequence_bytes)
     found = f"{parts}; a KV cache of {_gib(pool)} holds {sequences}"
     if sequences < 1:
-        remedy = "raise target.kv_fraction, lower limits.max_length, or set target.kv_cache to fp8"
+        remedy = (
+            "raise target.kv_fraction, lower limits.max_length, or set target.quantization and "
+        )
+        remedy += "target.kv_cache to fp8"
         return failed(name, found, remedy)
     if sequences < recipe.limits.max_sequences:
         found += f" of limits.max_sequences {recipe.limits.max_sequences}: long ones will wait"

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...engines.trtllm_folder import EXTERNAL
+from ..target_plan import ALGORITHMS
 from .finding import Finding, failed, judged, unknown
 from .subject import Subject
 from .versions import TENSORRT_LLM
 
-# TensorRT-LLM's SpeculativeDecodingMode.DRAFT_TOKENS_EXTERNAL, a flag number in config.json.
-EXTERNAL = (2, "draft_tokens_external")
 LOGITS = "float32"  # the type of draft_logits in the repository
-ALGORITHMS = {"none": None, "fp8": "FP8", "int4_awq": "W4A16_AWQ", "nvfp4": "NVFP4"}
 
 
 @dataclass(frozen=True)
-class TargetEngine:
+class EngineConfig:
     """What a TensorRT-LLM engine folder's config.json states; absent values are None or empty."""
 
     version: str | None
@@ -27,7 +26,7 @@ class TargetEngine:
     build: dict[str, Any]
 
     @classmethod
-    def load(cls, folder: Path) -> TargetEngine:
+    def load(cls, folder: Path) -> EngineConfig:
         """Raises ValueError for a file that is no engine's config.json, OSError without one."""
         path = folder / "config.json"
         try:
@@ -53,7 +52,7 @@ def target_engine_findings(subject: Subject) -> list[Finding]:
     if not (folder / "config.json").is_file():
         return [failed("target engine", f"{folder} has no config.json", f"build it: {build}")]
     try:
-        engine = TargetEngine.load(folder)
+        engine = EngineConfig.load(folder)
     except ValueError as error:
         return [failed("target engine", str(error), f"build it again: {build}")]
     return [
@@ -71,7 +70,7 @@ def _again(subject: Subject, flags: str) -> str:
     return f"rebuild with {flags} ({subject.command('target')})"
 
 
-def _version(subject: Subject, engine: TargetEngine) -> Finding:
+def _version(subject: Subject, engine: EngineConfig) -> Finding:
     name, installed = "target engine: version", subject.machine.versions.get("tensorrt-llm")
     if installed is None:
         supported = str(engine.version).startswith(f"{TENSORRT_LLM}.")
@@ -83,7 +82,7 @@ def _version(subject: Subject, engine: TargetEngine) -> Finding:
     return judged(name, engine.version == installed, found, _again(subject, f"version {installed}"))
 
 
-def _speculation(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
+def _speculation(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
     recipe, mode = subject.recipe, engine.build.get("speculative_decoding_mode")
     yield judged(
         "target engine: speculation",
@@ -102,7 +101,7 @@ def _speculation(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
     )
 
 
-def _cache(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
+def _cache(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
     kind = str(engine.build.get("kv_cache_type")).rpartition(".")[2].upper()
     fmha = engine.plugin("use_paged_context_fmha") in (True, "enable")
     yield judged(
@@ -121,7 +120,7 @@ def _cache(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
     )
 
 
-def _sizes(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
+def _sizes(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
     limits = subject.recipe.limits
     length = limits.max_length + limits.max_draft_tokens
     positions = limits.max_sequences * (limits.max_draft_tokens + 1)
@@ -136,7 +135,7 @@ def _sizes(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
         yield judged(f"target engine: {field}", value >= least, found, _again(subject, flags))
 
 
-def _numbers(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
+def _numbers(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
     target, model = subject.recipe.target, engine.model
     quantization = model.get("quantization") or {}
     cache = quantization.get("kv_cache_quant_algo")
@@ -171,7 +170,7 @@ def _numbers(subject: Subject, engine: TargetEngine) -> Iterator[Finding]:
         yield judged(f"target engine: {name}", holds, found, _again(subject, what))
 
 
-def _ranks(subject: Subject, engine: TargetEngine) -> Finding:
+def _ranks(subject: Subject, engine: EngineConfig) -> Finding:
     target, mapping = subject.recipe.target, engine.model.get("mapping") or {}
     tensor, pipeline = mapping.get("tp_size", 1), mapping.get("pp_size", 1)
     world = mapping.get("world_size", tensor * pipeline)

@@ -11,6 +11,7 @@ from masw.build.checks.memory import TargetMemory, draft_bytes, linear_count
 from masw.build.checks.subject import Subject
 from masw.build.checks.system import shared_memory_needed
 from masw.build.preflight import preflight
+from masw.build.target_plan import TargetPlan
 from masw.engines.architectures import architecture
 from masw.engines.decoder import Decoder
 from masw.engines.recipe import Places, load_recipe
@@ -18,30 +19,35 @@ from masw.engines.recipe import Places, load_recipe
 GIB = 2**30
 
 
+def target_memory(recipe) -> TargetMemory:
+    return TargetMemory(TargetPlan(recipe))
+
+
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-70b"])
 def test_target_weights_are_those_of_the_decoder(name):
-    """In bfloat16, over all ranks: the norms alone are left out."""
+    """In bfloat16, over all ranks; each of them holds all norms."""
     with torch.device("meta"):
         parameters = list(Decoder(architecture(name)).parameters())
     matrices = sum(p.numel() for p in parameters if p.dim() == 2)
+    norms = sum(p.numel() for p in parameters if p.dim() == 1)
     base = load_recipe("llama-3.1-70b-tp4-8b")
     for ranks in (1, 4):
         update = {"architecture": name, "tensor_parallel": ranks, "gpus": tuple(range(ranks))}
-        memory = TargetMemory(
+        memory = target_memory(
             base.model_copy(update={"target": base.target.model_copy(update=update)})
         )
-        assert memory.weight_bytes * ranks == pytest.approx(2 * matrices, abs=ranks)
-    tables = 2 * memory.model.vocab_size * memory.model.hidden_size
-    assert linear_count(memory.model) == matrices - tables
+        assert memory.weight_bytes * ranks == 2 * (matrices + ranks * norms)
+    model = architecture(name)
+    assert linear_count(model) == matrices - 2 * model.vocab_size * model.hidden_size
 
 
 def test_known_sizes_of_the_70b_target():
     """320 KiB of keys and values a token (80 layers, 8 heads of 128), a quarter of it on each."""
-    memory = TargetMemory(load_recipe("llama-3.1-70b-tp4-8b"))
+    memory = target_memory(load_recipe("llama-3.1-70b-tp4-8b"))
     assert memory.token_bytes * 4 == 320 * 1024
     assert memory.sequence_bytes == memory.token_bytes * (32_768 + 16)
     assert memory.weight_bytes / GIB == pytest.approx(141.1e9 / 4 / GIB, rel=0.01)
-    more = TargetMemory(load_recipe("llama-3.1-70b-tp8-3b"))
+    more = target_memory(load_recipe("llama-3.1-70b-tp8-3b"))
     assert more.token_bytes * 8 == 320 * 1024
 
 
@@ -49,15 +55,16 @@ def test_quantization_and_fp8_caches_take_less():
     base = load_recipe("llama-3.1-8b-3b")
 
     def target(**update):
-        return TargetMemory(
+        return target_memory(
             base.model_copy(update={"target": base.target.model_copy(update=update)})
         )
 
     sizes = [target(quantization=q).weight_bytes for q in ("none", "fp8", "nvfp4", "int4_awq")]
     assert sizes == sorted(sizes, reverse=True)
-    linear = linear_count(target().model)
-    assert sizes[0] - sizes[1] == linear
-    assert target(kv_cache="fp8").token_bytes * 2 == target().token_bytes
+    linear = linear_count(base.target_config())
+    assert sizes[0] - sizes[1] == pytest.approx(linear, rel=1e-4)
+    cached = target(quantization="fp8", kv_cache="fp8")
+    assert cached.token_bytes * 2 == target().token_bytes
     fp8 = base.model_copy(update={"draft": base.draft.model_copy(update={"quantization": "fp8"})})
     assert draft_bytes(base) - draft_bytes(fp8) == linear_count(base.draft_config())
 
@@ -68,7 +75,7 @@ def test_a_shared_gpu_must_leave_the_draft_its_part(tmp_path):
     subject = Subject(greedy, Places(tmp_path), Machine(), gpu_memory=79.0)
     (found,) = [each for each in preflight(subject) if each.name == "memory: target"]
     most = float(re.search(r"target\.kv_fraction to ([\d.]+) or less", found.remedy)[1])
-    free = 79 * GIB - TargetMemory(greedy).loaded_bytes
+    free = 79 * GIB - target_memory(greedy).loaded_bytes
     assert (1 - most) * free >= draft_bytes(greedy) > (1 - most - 0.01) * free
     fits = base.model_copy(update={"target": base.target.model_copy(update={"kv_fraction": most})})
     (found,) = [

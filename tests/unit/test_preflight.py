@@ -429,9 +429,9 @@ def test_memory_that_does_not_fit_says_what_to_change(stated, places):
 
 def test_lengths_beyond_the_model_are_refused(stated, places):
     long = recipe(limits={"max_length": 2048})
-    found = failures(checked(long, places))["memory"]
-    assert "limits.max_length is 2048; the target has 1024 positions" in found.found
-    assert found.remedy == "lower limits.max_length to 1024"
+    found = failures(checked(long, places))["plan"]
+    assert "limits.max_length is 2048; llama has 1024 positions" in found.found
+    assert found.remedy == "change these numbers in the recipe"
 
 
 def test_every_failure_has_a_remedy():
