@@ -14,6 +14,10 @@ from .machine import GIB
 from .subject import Subject
 
 CONTEXT = GIB  # CUDA context, communication buffers, workspaces: a guess per process
+MORE_CACHE = (
+    "raise target.kv_fraction, lower limits.max_length, or set target.quantization and "
+    "target.kv_cache to fp8"
+)
 WEIGHT_BYTES = {"fp8": 1.0, "int4_awq": 0.5 + 2 / 128}  # of the draft's, scales included
 
 
@@ -126,11 +130,7 @@ def _cache(recipe: Recipe, target: TargetMemory, name: str, parts: str, pool: fl
     sequences = int(pool // target.sequence_bytes)
     found = f"{parts}; a KV cache of {_gib(pool)} holds {sequences}"
     if sequences < 1:
-        remedy = (
-            "raise target.kv_fraction, lower limits.max_length, or set target.quantization and "
-        )
-        remedy += "target.kv_cache to fp8"
-        return failed(name, found, remedy)
+        return failed(name, found, MORE_CACHE)
     if sequences < recipe.limits.max_sequences:
         found += f" of limits.max_sequences {recipe.limits.max_sequences}: long ones will wait"
     return ok(name, found)

@@ -51,9 +51,11 @@ def test_on_a_gpu_the_draft_runs_on_the_instances_device(shell, tmp_path):
     assert (folder, mode, sequences) == (tmp_path, "slots", 3)
     assert options == {"device": torch.device("cuda", 2)}
     assert shell.chosen == [torch.device("cuda", 2)]
+    assert not list(tmp_path.glob(".cores"))  # a repository may be read-only there
 
 
 def test_on_the_cpu_no_device_is_chosen(shell, tmp_path):
     config = RepositoryConfig(str(tmp_path))
     _, options = initialized(shell, tmp_path, config, "CPU", "0")
     assert options == {"device": "cpu"} and shell.chosen == []
+    assert (tmp_path / ".cores").is_file()

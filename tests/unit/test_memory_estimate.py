@@ -90,3 +90,34 @@ def test_draft_logits_decide_the_shared_memory(tmp_path):
     stated = load_recipe("llama-3.1-70b-tp4-8b")
     needed = shared_memory_needed(Subject(stated, Places(tmp_path), Machine()))
     assert needed > 2 * 8 * 16 * 128_256 * 4  # both ways, for 8 sequences of 16 draft tokens
+
+
+@pytest.mark.parametrize(
+    ("gib", "state", "words"),
+    [
+        (30.0, State.FAILED, "more than the 30.0 GiB of a GPU"),
+        (37.0, State.FAILED, "holds 0"),
+        (50.0, State.OK, "holds 5 of limits.max_sequences 8: long ones will wait"),
+        (79.0, State.OK, "holds 15"),
+    ],
+)
+def test_the_cache_must_hold_a_sequence_of_the_greatest_length(gib, state, words, tmp_path):
+    """33 GiB of weights on each of four GPUs, 2.5 GiB of cache for 32,768 tokens."""
+    stated = load_recipe("llama-3.1-70b-tp4-8b")
+    subject = Subject(stated, Places(tmp_path), Machine(), gpu_memory=gib)
+    (found,) = [each for each in preflight(subject) if each.name == "memory: target"]
+    assert (found.state, found.found.endswith(words)) == (state, True), found
+    if state == State.FAILED:
+        wanted = "target.tensor_parallel" if gib == 30.0 else "raise target.kv_fraction"
+        assert wanted in found.remedy
+
+
+def test_numbers_that_cannot_be_built_are_told_as_the_build_tells_them(tmp_path):
+    stated = load_recipe("llama-3.1-8b-3b")
+    wrong = stated.model_copy(
+        update={"target": stated.target.model_copy(update={"kv_cache": "fp8"})}
+    )
+    (found,) = [
+        e for e in preflight(Subject(wrong, Places(tmp_path), Machine())) if e.name == "plan"
+    ]
+    assert found.state == State.FAILED and "target.kv_cache is 'fp8'" in found.found
