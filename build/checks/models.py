@@ -54,7 +54,9 @@ def _tokenizers(subject: Subject) -> Finding:
         equal = engine.tokenizer == tokens_sha256(target)
     except TokensError as error:
         return failed(name, str(error), f"download it again below {subject.places.root}")
-    found = f"the draft's engine has {'the' if equal else 'other tokens than those'} of {target}"
+    found = (
+        f"the draft's engine has {'the tokens' if equal else 'other tokens than those'} of {target}"
+    )
     return judged(name, equal, found, "build the draft's engine from a model with these tokens")
 
 

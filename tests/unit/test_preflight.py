@@ -20,6 +20,7 @@ from masw.engines import architectures
 from masw.engines.adaptor import AdaptorConfig
 from masw.engines.decoder import Decoder
 from tests.deployments import (
+    DRAFT,
     GPUS,
     MACHINE,
     change_json,
@@ -337,6 +338,21 @@ def test_without_its_model_the_draft_is_compared_by_fingerprint(stated, places):
     assert "other tokens than those of" in broken["tokenizers"].found
     tokens.write_text("{}")
     assert "is no tokenizer.json" in failures(checked(stated, places))["tokenizers"].found
+
+
+@pytest.mark.parametrize(
+    ("rows", "state", "found"),
+    [
+        (320, State.OK, "300 equal tokens; padded to 307 and 320"),
+        (299, State.FAILED, "padded to 307 and 299, which is less than there are tokens"),
+    ],
+)
+def test_padding_may_differ_but_not_cut_tokens_off(stated, places, monkeypatch, rows, state, found):
+    known = architectures._known()
+    padded = known | {DRAFT: known[DRAFT] | {"vocab_size": rows}}
+    monkeypatch.setattr(architectures, "_known", lambda: padded)
+    told = checked(stated, places)["tokenizers"]
+    assert told.state == state and found in told.found
 
 
 def test_tokenizers_of_other_bytes_and_the_same_tokens_are_equal(stated, places):
