@@ -89,13 +89,14 @@ class DraftModel:
 class TargetModel:
     """The target port over `tensorrt_llm`, with the tensors of its C++ backend.
 
-    own_end_ids: what the target ends at when a call names none. vocab: ids it may answer with.
+    own_end_ids: what the target ends at when a call names none; None: it is always told.
+    vocab: ids it may answer with.
     """
 
     def __init__(
         self,
         pb_utils: Any,
-        own_end_ids: tuple[int, ...],
+        own_end_ids: tuple[int, ...] | None,
         vocab: int,
         model: str = "tensorrt_llm",
     ):

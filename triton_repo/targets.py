@@ -17,9 +17,9 @@ def target_port(pb_utils: Any, mode: str, target: DecoderConfig) -> TargetPort:
 
     The torch target is called as it is; the hostile one as TensorRT-LLM's C++ backend must be.
     """
-    port: TargetPort = TargetModel(pb_utils, target.eos_ids, target.vocab_size)
-    patience = Patience()
+    report, vocab = pb_utils.Logger.log_warn, target.vocab_size
     if mode == "hostile":
-        port = TrtllmTarget(port, TrtllmCalls(padded_vocab(target.vocab_size, VOCAB_MULTIPLE)))
-        patience = HOSTILE_PATIENCE
-    return PatientTarget(port, patience, pb_utils.Logger.log_warn)
+        calls = TrtllmCalls(padded_vocab(vocab, VOCAB_MULTIPLE))
+        port = TrtllmTarget(TargetModel(pb_utils, None, vocab), calls)
+        return PatientTarget(port, HOSTILE_PATIENCE, report)
+    return PatientTarget(TargetModel(pb_utils, target.eos_ids, vocab), Patience(), report)
