@@ -23,9 +23,7 @@ from masw.engines.target import TorchTarget
 from masw.triton_repo.ports import target_call
 
 Values = dict[str, np.ndarray]
-Model = Callable[
-    [Values], Awaitable[Values]
-]  # without the batch axis; raises what the call fails by
+Model = Callable[[Values], Awaitable[Values]]  # without the batch axis; may raise
 
 
 class Tensor:
