@@ -44,12 +44,12 @@ class Habits:
     end_early: float = 0.15
     fail: float = 0.1
     answer_nothing: float = 0.05
-    stall: float = 0.02
+    stall: float = 0.1
     echo: float = 0.5
     pad: float = 0.5
     failures: int = 2
-    stalls: int = 2
-    stall_seconds: float = 1.5
+    stalls: int = 1
+    stall_seconds: float = 5.0
     doomed_id: int | None = None
 
     def __post_init__(self):
@@ -62,8 +62,8 @@ class Habits:
 
 
 SHARES = ("drop_all", "drop_some", "end_early", "fail", "answer_nothing", "stall", "echo", "pad")
-# Outlasts the default habits: every failure of a call in a row, and every stall there is.
-HOSTILE_PATIENCE = Patience(attempts=5, call_seconds=1.0, pause=0.02)
+# Outlasts the default habits: every failure of a call in a row, and the one stall there is.
+HOSTILE_PATIENCE = Patience(attempts=5, call_seconds=4.0, pause=0.02)
 
 
 class HostileTarget(Target):
