@@ -125,7 +125,7 @@ class HostileTarget(Target):
             call.proposal.logits,
             padded_vocab(self._vocab, VOCAB_MULTIPLE),
         )
-        needed = len(call.ids) + call.output_tokens + drafts
+        needed = len(call.ids) + call.output_tokens + (drafts or self._max_draft_tokens)
         for broken, message in (
             (drafts and call.output_tokens != drafts + 1, "request_output_len is not drafts + 1"),
             (drafts > self._max_draft_tokens, f"{drafts} draft tokens; the limit is max_draft_len"),

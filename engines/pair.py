@@ -142,7 +142,7 @@ def load_hostile_target(directory: Path, max_sequences: int = 8) -> HostileTarge
     return HostileTarget(
         target,
         target.decoder.config.vocab_size,
-        max_seq_len=pair.max_length,
+        max_seq_len=pair.max_length + pair.max_draft_tokens,
         max_draft_tokens=pair.max_draft_tokens,
         habits=Habits(doomed_id=DOOMED_ID),
     )

@@ -38,8 +38,9 @@ TargetPort = Callable[[TargetCall], Awaitable[Verdict]]
 class LoopSettings:
     """Limits and granularity of the loop; lengths in tokens, times in seconds.
 
-    max_seq_len: the target engine's limit on input + output + draft tokens of one call, never below
-    max_length (None: as much). max_draft_tokens: the engine's max_draft_len, or less.
+    max_length: prompt + output. max_draft_tokens: the target engine's max_draft_len, or less.
+    max_seq_len: the engine's limit on input + output + draft tokens of one call, of which it keeps
+    max_draft_len back where there are no drafts; None for an engine of max_length.
     plain_tokens: tokens per target call without drafts, so of streaming and cancellation then.
     target_chunk: a long prefix reaches the target in calls of this many tokens (0: in one call).
     draft_retry: how long after its first failure a lost draft is tried again.
@@ -66,10 +67,12 @@ class LoopSettings:
         for name in ("draft_chunk", "plain_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.max_seq_len is not None and self.max_seq_len < self.max_length:
+        needed = self.max_length + self.max_draft_tokens
+        if self.max_seq_len is not None and self.max_seq_len < needed:
             raise ValueError(
-                f"max_seq_len is {self.max_seq_len}; max_length {self.max_length} needs as much: "
-                "lower max_length, or build the target for longer sequences"
+                f"max_seq_len is {self.max_seq_len}; max_length {self.max_length} + "
+                f"max_draft_tokens {self.max_draft_tokens} is {needed}: lower one of them, or "
+                "build the target for longer sequences"
             )
 
     def most_drafts(self, length: int) -> int:

@@ -105,7 +105,7 @@ def _shortened(call: TargetCall, limit: int) -> TargetCall:
     return replace(call, output_tokens=output, proposal=proposal)
 
 
-class TrtllmTarget:
+class AdaptedTarget:
     """A target port over one that leads to TensorRT-LLM's C++ runtime."""
 
     def __init__(self, target: TargetPort, calls: TrtllmCalls):

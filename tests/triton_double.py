@@ -117,8 +117,8 @@ def hostile_model(target: HostileTarget) -> Model:
 class TrtllmBackend:
     """The double described above. drop: share of calls whose drafts the scheduler drops.
 
-    layout: "asked" obeys exclude_input_in_output, "prompt" never leaves the prompt out, "both" does
-    the one or the other. logits_width: of the engine.
+    layout: "asked" obeys exclude_input_in_output, "both" does as it likes. logits_width: of the
+    engine.
     """
 
     engine: TorchTarget
@@ -152,7 +152,8 @@ class TrtllmBackend:
         assert ids.dtype == np.int32 and values["input_lengths"].tolist() == [len(ids)]
         assert drafts is None or drafted, "Assertion failed: !mTokens.empty()"
         assert drafted <= self.max_draft_len, f"Number of draft tokens ({drafted}) > max"
-        assert len(ids) + asked + drafted <= self.max_seq_len, "longer than max_seq_len"
+        kept_back = drafted or self.max_draft_len
+        assert len(ids) + asked + kept_back <= self.max_seq_len, "longer than max_seq_len"
         assert not drafted or asked == drafted + 1, "request_output_len is not drafts + 1"
         assert "end_id" in values, "no end_id"
         assert values["end_id"][0] >= 0 or not values["min_tokens"][0], "logits[-1] is masked"
@@ -191,11 +192,7 @@ class TrtllmBackend:
         return kept
 
     def _lay_out(self, call: TargetCall, ids: list[int], exclude: bool) -> Values:
-        without = {
-            "asked": exclude,
-            "prompt": False,
-            "both": self._random.random() < 0.5,
-        }[self.layout]
+        without = exclude if self.layout == "asked" else self._random.random() < 0.5
         row = ids if without else [*call.ids.tolist(), *ids]
         padding = self._random.choice([0, 0, 5])
         return output([*row, *[7] * padding], len(row))

@@ -25,7 +25,7 @@ NO_END = -1
 # What the same call would meet again: a refusal, or a model whose process is gone.
 LASTING = (
     "INVALID_ARGUMENT",
-    "is not healthy",
+    "healthy",
     "unknown model",
     "not ready",
     "no available version",
