@@ -89,7 +89,7 @@ class Request:
             outputs = await self.triton.models[self.model](values)
         except Exception as error:
             return Response({}, str(error))
-        return Response({name: outputs[name] for name in self.outputs})
+        return Response({name: outputs[name] for name in self.outputs if name in outputs})
 
 
 def output(row: list[int], length: int | None = None) -> Values:

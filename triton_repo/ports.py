@@ -22,6 +22,7 @@ from ..engines.messages import (
 from .wire import DRAFT_STATE, batched
 
 NO_END = -1
+TARGET_OUTPUTS = ["output_ids", "sequence_length"]
 # What the same call would meet again: a refusal, or a model whose process is gone.
 LASTING = (
     "INVALID_ARGUMENT",
@@ -105,12 +106,13 @@ class TargetModel:
 
     async def __call__(self, call: TargetCall) -> Verdict:
         """The verdict. Raises TargetUnavailable for a failure that may pass, else TargetError."""
-        outputs, error = await self._port.call(
-            self._inputs(call), ["output_ids", "sequence_length"]
-        )
+        outputs, error = await self._port.call(self._inputs(call), TARGET_OUTPUTS)
         if error:
             kind = TargetError if any(words in error for words in LASTING) else TargetUnavailable
             raise kind(f"the target failed: {error}")
+        missing = [name for name in TARGET_OUTPUTS if name not in outputs]
+        if missing:
+            raise TargetUnavailable(f"the target answered without {', '.join(missing)}")
         row, length = outputs["output_ids"][0], int(outputs["sequence_length"][0])
         new_ids = _new_ids(row, length, call)
         if len(new_ids) and not 0 <= new_ids.min() <= new_ids.max() < self._vocab:

@@ -117,6 +117,31 @@ def test_an_answer_that_comes_too_late_is_dropped_and_its_error_no_warning():
         assert asyncio.run(scenario()) is GOOD
 
 
+def test_a_caller_that_goes_away_leaves_the_call_to_its_end():
+    """The server would carry it out anyway; cancelling it there is not safe."""
+
+    async def scenario():
+        gate, ended = asyncio.Event(), []
+
+        async def slow(call):
+            await gate.wait()
+            ended.append(call)
+            return GOOD
+
+        target = PatientTarget(slow, Patience())
+        caller = asyncio.create_task(target(CALL))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        assert caller.cancelled() and len(target._attempts) == 1
+        gate.set()
+        await asyncio.sleep(0.01)
+        return ended == [CALL] and not target._attempts
+
+    assert asyncio.run(scenario())
+
+
 def test_a_generation_over_a_failing_target_emits_nothing_twice():
     """Every second attempt is lost after the target has worked: its answer is given once."""
     asked = []

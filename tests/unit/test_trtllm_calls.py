@@ -166,6 +166,15 @@ def test_an_id_outside_the_vocabulary_is_a_failure_that_may_pass(token):
         through([1, token])
 
 
+def test_an_answer_without_tensors_is_a_failure_that_may_pass():
+    async def serve(values):
+        return {"sequence_length": np.array([1], np.int32)}
+
+    port = TargetModel(TritonDouble(tensorrt_llm=serve), None, V)
+    with pytest.raises(TargetUnavailable, match="without output_ids"):
+        asyncio.run(port(call((1,))))
+
+
 def test_the_inputs_are_those_of_the_c_backend():
     logits = torch.randn(2, V)
     fields = {"sampling": Sampling(0.7, 5, 0.9), "seed": 2**63 - 1, "end_ids": (3, 4)}
