@@ -25,6 +25,7 @@ LOOP, DRAFT, TARGET = "tensorrt_llm_bls", "masw_draft", "tensorrt_llm"
 PREPROCESSING, POSTPROCESSING, ENSEMBLE = "preprocessing", "postprocessing", "ensemble"
 LOAD_ORDER = (TARGET, DRAFT, PREPROCESSING, POSTPROCESSING, LOOP, ENSEMBLE)
 DRAFT_MODES = ("slots", "full", "window", "none")
+TARGET_MODES = ("torch", "hostile")
 PARAMETER = "masw"
 
 
@@ -35,6 +36,7 @@ class RepositoryConfig:
     recipe: path of the recipe or prepared pair that draft, target and tokenizing models load.
     draft_tokens: draft length when a request names none (0 = plain decoding).
     draft_mode: memory of the draft, one of `DRAFT_MODES`.
+    target_mode: "hostile" is for tests: the torch target with the C++ backend's worst manners.
     max_sequences: sequences decoded at once, and the largest batch of draft and target.
     max_waiting: further requests that may wait; beyond them requests are refused.
     decoupled: True streams; False (for NVIDIA's unary clients) answers each request exactly once.
@@ -47,6 +49,7 @@ class RepositoryConfig:
     recipe: str
     draft_tokens: int = 5
     draft_mode: str = "slots"
+    target_mode: str = "torch"
     max_sequences: int = 8
     max_waiting: int = 64
     decoupled: bool = True
@@ -60,6 +63,8 @@ class RepositoryConfig:
             raise ValueError(f"recipe = {self.recipe!r}: give the path of a recipe or a pair")
         if self.draft_mode not in DRAFT_MODES:
             raise ValueError(f"draft_mode = {self.draft_mode!r}: use one of {DRAFT_MODES}")
+        if self.target_mode not in TARGET_MODES:
+            raise ValueError(f"target_mode = {self.target_mode!r}: use one of {TARGET_MODES}")
         if not isinstance(self.decoupled, bool):
             raise ValueError(f"decoupled = {self.decoupled!r}: use true or false")
         for name, least in _LEAST.items():

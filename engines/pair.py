@@ -24,6 +24,7 @@ from .decoder import Decoder
 from .draft import TorchDraft
 from .engine_folder import DraftEngine, file_sha256, is_engine_folder
 from .executor import TensorRTExecutor
+from .hostile_target import Habits, HostileTarget
 from .recipe import Recipe
 from .speculative import LoopSettings
 from .target import TorchTarget
@@ -33,6 +34,7 @@ from .trtllm_folder import TargetEngine, is_target_engine
 from .trtllm_target import TrtllmTarget
 
 FORMAT = "masw-pair-1"
+DOOMED_ID = 0  # of the hostile target: the first id of a prompt that it never answers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -164,6 +166,18 @@ def _load_trtllm_target(directory: Path, pair: Pair, folder: Path) -> TrtllmTarg
                 f"build the engine again with a larger --{flag}"
             )
     return TrtllmTarget(folder, end_ids(target))
+
+
+def load_hostile_target(directory: Path, max_sequences: int = 8) -> HostileTarget:
+    """The pair's target behind `HostileTarget`; prompts that begin with `DOOMED_ID` fail."""
+    pair, target = Pair.load(directory), load_target(directory, max_sequences)
+    return HostileTarget(
+        target,
+        target.decoder.config.vocab_size,
+        max_seq_len=pair.max_length + pair.max_draft_tokens,
+        max_draft_tokens=pair.max_draft_tokens,
+        habits=Habits(doomed_id=DOOMED_ID),
+    )
 
 
 def load_draft(
