@@ -49,10 +49,10 @@ class TrtllmCalls:
         Raises InvalidRequest where min_tokens cannot be kept.
         """
         call = _with_end_ids_known(call)
-        call = replace(call, proposal=self._proposal(call))
+        call = replace(call, proposal=self.proposal(call))
         return _shortened(call, max(1, len(call.ids) - 1))
 
-    def _proposal(self, call: TargetCall) -> Proposal:
+    def proposal(self, call: TargetCall) -> Proposal:
         """Draft ids that the engine knows, with logits of its width; none without logits to
         sample by: the runtime would favour the draft's tokens."""
         proposal = call.proposal
@@ -61,12 +61,12 @@ class TrtllmCalls:
         if proposal.logits is None:
             return Proposal()
         proposal = proposal.first(len(_known(proposal.ids, self.width)))
-        return Proposal(proposal.ids, self._logits(proposal.logits))
+        if not proposal.ids:
+            return Proposal()
+        return Proposal(proposal.ids, self.logits(proposal.logits))
 
-    def _logits(self, logits: Tensor | None) -> Tensor | None:
+    def logits(self, logits: Tensor) -> Tensor:
         """(γ, V) -> (γ, width); what the draft cannot say is as low as the dtype goes."""
-        if logits is None:
-            return None
         dtype = LOGITS_DTYPES[self.logits_dtype]
         missing = max(0, self.width - logits.shape[-1])
         logits = pad(logits[:, : self.width], (0, missing), value=-torch.inf)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .messages import InvalidRequest, Sampling, TargetCall
+from .trtllm_calls import TrtllmCalls
 from .trtllm_folder import TargetEngine
 
 
@@ -24,7 +24,7 @@ class Question:
     ids: list[int]
     tokens: int
     drafts: list[int]
-    logits: Tensor | None  # (γ, V), adjusted
+    logits: Tensor | None  # (γ, width of the engine's logits), adjusted
     sampling: Sampling
     seed: int
     min_tokens: int
@@ -32,15 +32,17 @@ class Question:
     banned: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, call: TargetCall, own_end_ids: tuple[int, ...]) -> Question:
+    def of(cls, call: TargetCall, own_end_ids: tuple[int, ...], calls: TrtllmCalls) -> Question:
         """The question for a call; it may ask for fewer tokens than the call allows.
 
+        Drafts and their logits are what `TrtllmCalls.proposal` leaves of the call's.
         While end ids are forbidden no more tokens are asked for than that, so that it does not
         matter whether the engine counts the positions of a step one by one. The engine forbids one
         end id; others are banned for a request, which then has no drafts.
         """
         end_ids = own_end_ids if call.end_ids is None else call.end_ids
-        drafts, logits = call.proposal.ids, call.proposal.logits
+        proposal = calls.proposal(call)
+        drafts, logits = proposal.ids, proposal.logits
         tokens = len(drafts) + 1 if drafts else call.output_tokens
         banned: tuple[int, ...] = ()
         if call.min_tokens > 0:
@@ -59,11 +61,11 @@ class Question:
         )
 
 
-def executor_request(api: ModuleType, question: Question, engine: TargetEngine) -> Any:
+def executor_request(api: ModuleType, question: Question) -> Any:
     """The executor's Request for a question."""
     drafts = None
     if question.drafts:  # the executor refuses an empty list
-        logits = None if question.logits is None else engine_logits(question.logits, engine)
+        logits = None if question.logits is None else question.logits.cpu().contiguous()
         drafts = api.ExternalDraftTokensConfig(tokens=question.drafts, logits=logits)
     return api.Request(
         input_token_ids=question.ids,
@@ -91,14 +93,6 @@ def sampling_config(api: ModuleType, question: Question) -> Any:
     )
 
 
-def engine_logits(logits: Tensor, engine: TargetEngine) -> Tensor:
-    """Draft logits (γ, V) on the CPU in the engine's dtype and padded vocabulary (γ, V')."""
-    dtype = torch.float16 if engine.logits_dtype == "float16" else torch.float32
-    padding = engine.padded_vocab - logits.shape[1]
-    padded = torch.nn.functional.pad(logits.cpu(), (0, padding), value=-torch.inf)
-    return padded.to(dtype).contiguous()
-
-
 def check(call: TargetCall, question: Question, engine: TargetEngine) -> None:
     """Refuses a bad call before it is sent, naming field and limit."""
     drafts, logits = call.proposal.ids, call.proposal.logits
@@ -120,12 +114,9 @@ def check(call: TargetCall, question: Question, engine: TargetEngine) -> None:
         )
     _check_ids(engine.vocab_size, input_ids=question.ids, draft_input_ids=drafts)
     _check_ids(engine.vocab_size, end_id=question.end_ids)
-    if logits is not None and (
-        logits.shape[0] != len(drafts) or logits.shape[1] > engine.padded_vocab
-    ):
+    if logits is not None and (logits.ndim != 2 or logits.shape[0] != len(drafts)):
         raise InvalidRequest(
-            f"draft_logits is {tuple(logits.shape)}; it must be {len(drafts)} x up to "
-            f"{engine.padded_vocab}"
+            f"draft_logits is {tuple(logits.shape)}; it must be {len(drafts)} x vocabulary"
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from .messages import InvalidRequest, Sampling, Target, TargetCall, TargetError, Verdict
 from .target import until_end
+from .trtllm_calls import TrtllmCalls
 from .trtllm_folder import TargetEngine
 from .trtllm_module import load_executor, load_trtllm
 from .trtllm_request import Question, check, executor_request
@@ -60,6 +61,7 @@ class TrtllmTarget(Target):
     ):
         self.engine = TargetEngine.load(directory)
         self.end_ids, self.settings = end_ids, settings
+        self._calls = TrtllmCalls(self.engine.padded_vocab, self.engine.logits_dtype)
         self._api = load_executor()
         config = executor_config(self._api, self.engine, settings)
         self._executor = self._api.Executor(directory, self._api.ModelType.DECODER_ONLY, config)
@@ -89,10 +91,10 @@ class TrtllmTarget(Target):
 
     def _send(self, call: TargetCall) -> tuple[int, Question] | Exception:
         """Enqueues a call: its request id and question, or what is wrong with it."""
-        question = Question.of(call, self.end_ids)
+        question = Question.of(call, self.end_ids, self._calls)
         try:
             check(call, question, self.engine)
-            request = executor_request(self._api, question, self.engine)
+            request = executor_request(self._api, question)
             return self._executor.enqueue_request(request), question
         except InvalidRequest as error:
             return error
@@ -152,7 +154,7 @@ class TrtllmTarget(Target):
         if not self._executor.can_enqueue_requests():
             raise TargetError("this process is no leader of the engine's ranks; call from rank 0")
         question = Question(list(PROBE), 1, [], None, Sampling(), 0, 0, ())
-        request = executor_request(self._api, question, self.engine)
+        request = executor_request(self._api, question)
         deadline = time.monotonic() + self.settings.time_limit
         result = self._await(self._executor.enqueue_request(request), deadline)
         length = len(result.output_token_ids[0])

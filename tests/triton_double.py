@@ -56,8 +56,18 @@ class Response:
         return self._message
 
 
+class Logger:
+    """Where models write to the server's log."""
+
+    @staticmethod
+    def log_warn(text: str) -> None:
+        """Nobody reads it."""
+
+
 class TritonDouble:
     """`pb_utils` with these models; `calls` are the inputs of all calls, without batch axis."""
+
+    Logger = Logger
 
     Tensor = Tensor
 

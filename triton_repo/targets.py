@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..engines.config import DecoderConfig
@@ -9,14 +11,35 @@ from ..engines.hostile_target import HOSTILE_PATIENCE, VOCAB_MULTIPLE
 from ..engines.patience import Patience, PatientTarget
 from ..engines.speculative import TargetPort
 from ..engines.trtllm_calls import AdaptedTarget, TrtllmCalls, padded_vocab
+from ..engines.trtllm_folder import TargetEngine
 from .ports import TargetModel
 
 
-def target_port(pb_utils: Any, mode: str, target: DecoderConfig) -> TargetPort:
+def target_engine(config: SimpleNamespace) -> TargetEngine | None:
+    """The engine that TensorRT-LLM's backend serves, as it was built; None on the cpu lane."""
+    return None if config.target is None else TargetEngine.load(Path(config.target["engine"]))
+
+
+def loop_limits(engine: TargetEngine | None) -> dict[str, Any]:
+    """What the target changes in the settings of the loop.
+
+    TensorRT-LLM cuts prompts into chunks itself, and computes beside the draft, not in its place.
+    """
+    if engine is None:
+        return {}
+    return {"target_chunk": 0, "concurrent_prefill": True, "max_seq_len": engine.max_seq_len}
+
+
+def target_port(
+    pb_utils: Any, mode: str, target: DecoderConfig, engine: TargetEngine | None
+) -> TargetPort:
     """The port over `tensorrt_llm` in a target mode of the repository.
 
     The torch target is called as it is, the hostile one as TensorRT-LLM's C++ backend.
     """
+    if engine is not None:
+        calls = TrtllmCalls(engine.padded_vocab, engine.logits_dtype)
+        return trtllm_port(pb_utils, target, calls, Patience())
     if mode == "hostile":
         calls = TrtllmCalls(padded_vocab(target.vocab_size, VOCAB_MULTIPLE))
         return trtllm_port(pb_utils, target, calls, HOSTILE_PATIENCE)

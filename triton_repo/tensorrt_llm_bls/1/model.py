@@ -16,7 +16,7 @@ from masw.triton_repo import wire
 from masw.triton_repo.metrics import Metrics
 from masw.triton_repo.ports import DraftModel
 from masw.triton_repo.service import Service, ServiceLimits
-from masw.triton_repo.targets import target_port
+from masw.triton_repo.targets import loop_limits, target_engine, target_port
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -31,10 +31,14 @@ class TritonPythonModel:
         self.decoupled = config.decoupled
         pair, folder = Pair.load(Path(config.recipe)), Path(config.recipe)
         target = DecoderConfig.load(folder / "target")
-        settings = pair.loop_settings(config.draft_mode, draft_tokens=config.draft_tokens)
+        engine = target_engine(config)
+        settings = pair.loop_settings(
+            config.draft_mode, draft_tokens=config.draft_tokens, **loop_limits(engine)
+        )
+        port = target_port(pb_utils, config.target_mode, target, engine)
         draft = None if config.draft_mode == "none" else DraftModel(pb_utils)
         self.service = Service(
-            SpeculativeLoop(target_port(pb_utils, config.target_mode, target), draft, settings),
+            SpeculativeLoop(port, draft, settings),
             TextCodec(folder / "target"),
             Metrics(pb_utils, settings.max_draft_tokens),
             ServiceLimits(config.max_sequences, config.max_waiting, config.time_limit),
