@@ -22,9 +22,11 @@ from ..engines.decoder import Decoder
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
 from ..engines.tensorrt_module import load_tensorrt
 from .bench.record import machine, versions, without_folder
+from .bench.texts import fingerprint
 from .draft_plan import DraftPlan
 from .network.attention import plugin_attention
 from .network.draft import DraftNetwork, draft_network
+from .network.quantized import QuantizedLinear
 
 Say = Callable[[str], None]
 TIMING_CACHE = "timing.cache"
@@ -33,7 +35,10 @@ PLUGIN, NATIVE = "plugin", "native"  # the attention of an engine
 
 @dataclass(frozen=True)
 class DraftBuild:
-    """What is built of what, and with which module of TensorRT."""
+    """What is built of what, and with which module of TensorRT.
+
+    calibration: text for a quantised draft; None: Python's own manual.
+    """
 
     plan: DraftPlan
     model: Path
@@ -41,6 +46,7 @@ class DraftBuild:
     adaptor: Path | None = None
     module: str = "tensorrt"
     attention: str = "plugin"
+    calibration: Path | None = None
 
     def __post_init__(self):
         if self.attention not in (PLUGIN, NATIVE):
@@ -54,6 +60,15 @@ class DraftBuild:
             raise ValueError(f"{self.model} is no model folder: it has no config.json")
         if self.adaptor is not None and not self.adaptor.is_file():
             raise ValueError(f"adaptor {self.adaptor} does not exist")
+        if self.calibration is not None and self.plan.scheme is None:
+            raise ValueError("calibration is given; only --quantization fp8 or int4_awq reads it")
+        if self.calibration is not None and not self.calibration.is_file():
+            raise ValueError(f"calibration {self.calibration} does not exist; give a text file")
+        if self.plan.scheme is not None and not (self.model / "tokenizer.json").is_file():
+            raise ValueError(
+                f"{self.model} has no tokenizer.json, which --quantization "
+                f"{self.plan.quantization} needs for its calibration text"
+            )
         if self.out.exists() and any(self.out.iterdir()):
             raise ValueError(f"{self.out} is not empty; give another --out or remove it")
 
@@ -66,6 +81,9 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
     """
     trt = load_tensorrt(build.module)
     capability = _check_device(build)
+    if build.plan.scheme is not None:
+        build.plan.scheme.check_module(trt)
+        build.plan.scheme.check_device(capability)
     say("reading weights")
     decoder = Decoder.load(build.model, dtype=None)  # the network converts
     base = decoder.fingerprint()
@@ -73,7 +91,7 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
     if build.adaptor is not None:
         adaptor = Adaptor.load(build.adaptor, decoder.config, base)
     started = datetime.now(UTC)
-    network = _describe(trt, build, decoder, adaptor, say)
+    network = _describe(trt, build, decoder, adaptor, _quantize(build, say), say)
     plan_bytes = _serialize(trt, network, build.out.parent, say)
     engine = DraftEngine(
         model=build.plan.model,
@@ -83,6 +101,7 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
         base=base,
         adaptor=file_sha256(build.adaptor),
         tokenizer=file_sha256(build.model / "tokenizer.json"),
+        quantization=build.plan.quantization,
     )
     build.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=build.out.parent, prefix=f".{build.out.name}.") as scratch:
@@ -90,7 +109,7 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
         stage.mkdir()
         (stage / ENGINE).write_bytes(plan_bytes)
         engine.write(stage)
-        _write_provenance(stage, started, len(plan_bytes))
+        _write_provenance(build, stage, started, len(plan_bytes))
         if build.out.exists():
             build.out.rmdir()
         stage.rename(build.out)
@@ -111,13 +130,28 @@ def _check_device(build: DraftBuild) -> str | None:
     return ".".join(map(str, torch.cuda.get_device_capability()))
 
 
+def _quantize(build: DraftBuild, say: Say) -> dict[str, QuantizedLinear]:
+    plan = build.plan
+    if plan.scheme is None:
+        return {}
+    from .draft_quantizer import quantize_draft
+
+    say(f"calibrating {plan.quantization} on {fingerprint(build.calibration)}")
+    return quantize_draft(build.model, plan.scheme, plan.io.dtype, build.calibration)
+
+
 def _describe(
-    trt: ModuleType, build: DraftBuild, decoder: Decoder, adaptor: Adaptor | None, say: Say
+    trt: ModuleType,
+    build: DraftBuild,
+    decoder: Decoder,
+    adaptor: Adaptor | None,
+    quantized: dict[str, QuantizedLinear],
+    say: Say,
 ) -> DraftNetwork:
     say("describing the network")
     attention = None if build.attention == NATIVE else plugin_attention(_plugin_device())
     logger = trt.Logger(trt.Logger.WARNING)
-    return draft_network(trt, logger, build.plan.io, decoder, adaptor, attention)
+    return draft_network(trt, logger, build.plan.io, decoder, adaptor, attention, quantized)
 
 
 def _plugin_device() -> Any:
@@ -177,7 +211,7 @@ def _progress(trt: ModuleType) -> Iterator[Any]:
         yield Monitor()
 
 
-def _write_provenance(stage: Path, started: datetime, size: int) -> None:
+def _write_provenance(build: DraftBuild, stage: Path, started: datetime, size: int) -> None:
     record = {
         "command": " ".join(["masw-build", *map(without_folder, sys.argv[1:])]),
         "started": started.isoformat(timespec="seconds"),
@@ -185,5 +219,6 @@ def _write_provenance(stage: Path, started: datetime, size: int) -> None:
         "engine_bytes": size,
         "machine": machine(),
         "versions": versions(),
+        "calibration": None if build.plan.scheme is None else fingerprint(build.calibration),
     }
     (stage / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
