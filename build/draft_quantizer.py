@@ -32,7 +32,11 @@ def quantize_draft(
     samples = calibration_ids(TextCodec(folder), text, scheme)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    return read_layers(quantize_model(model.to(device).eval(), scheme, samples))
+    layers = read_layers(quantize_model(model.to(device).eval(), scheme, samples))
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()  # TensorRT needs the room
+    return layers
 
 
 def calibration_ids(codec: TextCodec, text: Path | None, scheme: Scheme) -> list[list[int]]:
@@ -82,9 +86,12 @@ def read_layers(model: PreTrainedModel) -> dict[str, QuantizedLinear]:
         if hasattr(module, "weight_quantizer") and module.weight_quantizer.is_enabled:
             found[name.removeprefix("model.")] = _read(name, module)
             carried |= {f"{name}.weight_quantizer", f"{name}.input_quantizer"}
-    others = [name for name in _enabled(model) if name not in carried]
-    if others or not all(name.startswith("layers.") for name in found):
-        raise ValueError(f"ModelOpt quantised {[*others, *found][:3]}; only linear layers can be")
+    foreign = [name for name in found if not name.startswith("layers.")]
+    foreign += [name for name in _enabled(model) if name not in carried]
+    if foreign:
+        raise ValueError(
+            f"ModelOpt quantised {', '.join(foreign)}; the network carries linear layers only"
+        )
     return found
 
 

@@ -5,14 +5,15 @@ Run by tests/unit/test_network.py in a process of its own.
 
 import copy
 from functools import cache
+from itertools import islice
 
 import pytest
 import tensorrt_rtx as trt
 import torch
-from torch import nn
 
+from masw.build.draft_plan import DraftPlan
 from masw.build.draft_quantizer import quantize_model, read_layers
-from masw.build.draft_scheme import SCHEMES, linear_shapes
+from masw.build.draft_scheme import SCHEMES
 from masw.build.network.draft import draft_network
 from masw.build.network.graph import EngineBuildError
 from masw.engines.decoder import Decoder
@@ -20,9 +21,13 @@ from masw.engines.draft_io import DraftIO
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.driver import random_adaptor
 from tests.models import random_ids, random_model
+from tests.network.network_builds import Report, build, check_table
 from tests.network_driver import NetworkDriver
 
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+WIDE = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
+    "vocab_size": 320,  # TensorRT pads odd sizes
+}  # fmt: skip
 RULE = MemoryRule(16, 16, 16, 4)
 FULL = MemoryRule.full(160)
 NAMES = ["llama", "qwen2", "qwen3"]  # plain, biases, QK norms
@@ -45,12 +50,6 @@ def models(tmp_path_factory):
     return make
 
 
-def part(decoder, layers, **changes):
-    """A table for that decoder in float32."""
-    sizes = {"max_sequences": 3, "max_length": 160, "chunk": 64, "dtype": "float16"} | changes
-    return DraftIO.of(decoder.config, layers, **sizes)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_those_of_modelopts_fake_quantised_model(models, name, scheme):
@@ -68,6 +67,71 @@ def test_logits_equal_those_of_modelopts_fake_quantised_model(models, name, sche
         ]
     )
     moved = (wanted - exact).abs().mean()
-    print(name, scheme, (found - wanted).abs().mean() / moved, (found - wanted).abs().max(), moved)
-    assert moved > 0.01
-    assert (found - wanted).abs().mean() < 0.02 * moved
+    assert moved > 0.05
+    assert (found - wanted).abs().mean() < 1e-3 * moved
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_slot_memory_equals_the_decoder_with_modelopts_layers(models, scheme):
+    """Slots from plain mirrored projections: chunks, steps, a rollback, catch-up, ragged."""
+    decoder, quantized = models("qwen2", scheme)[0], models("qwen2", scheme)[2]
+    layers, mixed = read_layers(quantized), copy.deepcopy(decoder)
+    adaptor = random_adaptor(decoder, RULE)
+    for name in layers:
+        parent, _, own = name.rpartition(".")
+        setattr(mixed.get_submodule(parent), own, quantized.model.get_submodule(name))
+    driver = NetworkDriver(trt, (mixed, adaptor), RULE, quantized=layers)
+    ids = iter(random_ids(500))
+    for counts, positions in (
+        ({0: 47, 2: 9}, 80),
+        ({0: 22, 2: 60}, 80),
+        *[({0: 1, 1: 1, 2: 1}, 2)] * 5,
+    ):
+        driver.feed({row: list(islice(ids, n)) for row, n in counts.items()}, positions)
+    driver.memory.rollback(0, driver.memory.fed[0] - 2)
+    for _ in range(3):
+        driver.feed({row: list(islice(ids, n)) for row, n in ((0, 2), (1, 1), (2, 2))}, 4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tensorrt_builds_them_and_stores_what_the_plan_says(models, scheme, dtype):
+    decoder, _, quantized = models("llama", scheme)
+    sizes = {"max_sequences": 2, "max_length": 160, "chunk": 64, "dtype": dtype}
+    io = DraftIO.of(decoder.config, RULE, **sizes)
+    adaptor = random_adaptor(decoder, RULE)
+    plan, report = build(io, decoder, adaptor, quantized=read_layers(quantized))
+    assert len(plan) > 100_000
+    check_table(io, report)
+    planned = DraftPlan(decoder.config, io, 5, scheme).weight_bytes
+    rotary = 2 * 161 * (decoder.config.head_dim // 2) * 2  # tables of cos and sin
+    stored = report.number(r"Total Weights Memory: (\d+) bytes")
+    assert abs(stored - planned - rotary) < 0.03 * planned
+
+
+def test_a_gpu_without_fp8_is_refused_by_tensorrt_too(models):
+    """What `Scheme.check_device` says first."""
+    decoder, _, quantized = models("llama", "fp8")
+    io = DraftIO.of(decoder.config, FULL, max_sequences=1, max_length=160)
+    report = Report()
+    made = draft_network(trt, report, io, decoder, quantized=read_layers(quantized))
+    config = made.builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM80, 0)
+    with pytest.raises(EngineBuildError):
+        made.build(config)
+    assert report.count("Cannot compile for target(s) sm80")
+    with pytest.raises(ValueError, match=r"'fp8', which needs compute capability 8\.9 or higher"):
+        SCHEMES["fp8"].check_device("8.0")
+
+
+def test_only_linear_layers_of_the_backbone_are_read(models):
+    decoder, _, quantized = models("llama", "fp8")
+    names = [name for name, _ in decoder.named_modules() if name.endswith("_proj")]
+    assert list(read_layers(quantized)) == names
+    more = copy.deepcopy(quantized)
+    for quantizer in (more.lm_head.weight_quantizer, more.lm_head.input_quantizer):
+        quantizer.enable()
+        quantizer.amax = torch.tensor(1.0)
+    with pytest.raises(ValueError, match="ModelOpt quantised lm_head"):
+        read_layers(more)
