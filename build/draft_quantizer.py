@@ -20,6 +20,8 @@ from .bench.texts import read_documents
 from .draft_scheme import Scheme
 from .network.quantized import Fp8Linear, Int4Linear, QuantizedLinear
 
+CHARACTERS_PER_TOKEN = 12  # more than any text of a document has
+
 
 def quantize_draft(
     folder: Path, scheme: Scheme, dtype: str, text: Path | None = None
@@ -48,7 +50,8 @@ def calibration_ids(codec: TextCodec, text: Path | None, scheme: Scheme) -> list
     ids: list[int] = []
     wanted = scheme.samples * scheme.length
     for document in _documents(text):
-        ids += codec.tokenizer(document, add_special_tokens=False)["input_ids"]
+        text_start = document[: wanted * CHARACTERS_PER_TOKEN]
+        ids += codec.tokenizer(text_start, add_special_tokens=False)["input_ids"]
         if len(ids) >= wanted:
             break
     if len(ids) < scheme.length:

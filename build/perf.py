@@ -169,6 +169,9 @@ def speedup(
         str, typer.Option(help="Draft modes, separated by commas.")
     ] = "slots,full,window,none,window-equal",
     pairs: Annotated[int, typer.Option(help="Repeats of the plain loop's overhead.")] = 7,
+    draft_quantization: Annotated[
+        str | None, typer.Option(help="none or int8; instead of what the pair states.")
+    ] = None,
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -189,12 +192,14 @@ def speedup(
         codec = TextCodec(folder / "target")
         texts = {n: build_prompts(codec, documents, n, prompts) for n in settings.prefixes}
         _use(threads)
-        models = bench.Bench.load(folder)
+        models = bench.Bench.load(folder, draft_quantization)
         with progress(bench.ticks(settings) + 1) as tick:
             rows = bench.measure_speed(models, texts, settings, tick)
             first = next(iter(texts.values()))[0]
             overhead = bench.measure_plain(models, first, settings, tick)
-        record = bench.speed_record(rows, overhead, settings, _common(folder, recipe, documents))
+        common = _common(folder, recipe, documents)
+        common["draft_quantization"] = models.pair.draft_quantization
+        record = bench.speed_record(rows, overhead, settings, common)
         emit(record, bench.speed_card(record), json_file)
     if not record.ratios["equal"]:
         raise typer.Exit(3)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.ao.nn.quantized.dynamic as quantized
+import warnings
+
 from torch import Tensor, nn
-from torch.ao.quantization import per_channel_dynamic_qconfig
 
 from .decoder import Decoder
 from .linear import Linear
@@ -23,8 +23,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         plain.weight, self.bias = layer.weight, layer.bias
-        plain.qconfig = per_channel_dynamic_qconfig
-        self.inner = quantized.Linear.from_float(plain)
+        self.inner = _dynamic_int8(plain)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., outputs) in the dtype of x (..., inputs)."""
@@ -32,6 +31,17 @@ class Int8Linear(nn.Module):
         most = wide.abs().amax(-1, keepdim=True).clamp(min=TINY)
         y = self.inner(wide / most) * most
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+def _dynamic_int8(layer: nn.Linear) -> nn.Module:
+    """torch's own int8 layer, one weight scale for each output."""
+    from torch.ao.nn.quantized.dynamic import Linear as DynamicLinear
+    from torch.ao.quantization import per_channel_dynamic_qconfig
+
+    layer.qconfig = per_channel_dynamic_qconfig
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # quantised tensors will leave torch one day
+        return DynamicLinear.from_float(layer)
 
 
 def to_int8(decoder: Decoder) -> Decoder:

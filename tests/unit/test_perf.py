@@ -17,8 +17,10 @@ from masw.clients.perf_analyzer import PerfAnalyzerError
 from masw.engines.adaptor import AdaptorConfig
 from masw.engines.architectures import architecture
 from masw.engines.decoder import Decoder
+from masw.engines.int8 import Int8Linear
+from masw.engines.linear import Linear
 from masw.engines.messages import TargetCall
-from masw.engines.pair import Pair
+from masw.engines.pair import Pair, PairError
 from masw.engines.speculative import GenerationRequest
 from masw.engines.target import TorchTarget
 from masw.engines.text import TextCodec
@@ -200,6 +202,14 @@ def test_the_equal_window_has_the_entries_of_slots(bench, speed_rows):
     assert speed_rows["window"].entries < speed_rows["slots"].entries
 
 
+def test_an_int8_draft_takes_the_place_of_the_pairs_own(folder, bench):
+    assert type(bench.draft.lm_head) is Linear
+    models = speedup.Bench.load(folder, "int8")
+    assert type(models.draft.lm_head) is Int8Linear and type(models.target.lm_head) is Linear
+    with pytest.raises(PairError, match="draft_quantization is 'int3'; use one of none, int8"):
+        speedup.Bench.load(folder, "int3")
+
+
 def test_a_mode_whose_output_differs_is_told(bench, prompts, tmp_path):
     other = Decoder.load(save_model(tmp_path, "llama", seed=5, num_hidden_layers=2))
     broken = replace(bench, target=other)
@@ -307,7 +317,7 @@ def test_draft_step_ends_with_one_json_object(folder, masw_perf, tmp_path):
 def test_speedup_ends_with_one_json_object(folder, masw_perf, tmp_path):
     path = write_documents(tmp_path / "m.jsonl", meeting("All agreed. " * 20))
     options = ("--prefixes", "100", "--new-tokens", "20", "--prompts", "1", "--pairs", "1")
-    options += ("--modes", "slots,none", "--documents", path)
+    options += ("--modes", "slots,none", "--documents", path, "--draft-quantization", "int8")
     found = last_json(masw_perf("speedup", "--recipe", folder, *options))
     assert [row["system"] for row in found["rows"]] == [
         "hf-generate",
@@ -316,6 +326,7 @@ def test_speedup_ends_with_one_json_object(folder, masw_perf, tmp_path):
         "none",
     ]
     assert found["ratios"]["equal"] is True
+    assert found["settings"]["draft_quantization"] == "int8"
     assert found["settings"]["text"].startswith("m.jsonl sha256:")
     assert found["ratios"]["plain_overhead"]["pairs"] == 1
 
