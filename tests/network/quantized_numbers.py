@@ -4,13 +4,17 @@ Run by tests/unit/test_network.py in a process of its own.
 """
 
 import copy
+import hashlib
+import json
 from functools import cache
 from itertools import islice
 
 import pytest
 import tensorrt_rtx as trt
 import torch
+from typer.testing import CliRunner
 
+from masw.build.commands import app
 from masw.build.draft_plan import DraftPlan
 from masw.build.draft_quantizer import quantize_model, read_layers
 from masw.build.draft_scheme import SCHEMES
@@ -18,11 +22,13 @@ from masw.build.network.draft import draft_network
 from masw.build.network.graph import EngineBuildError
 from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
+from masw.engines.engine_folder import DraftEngine
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.driver import random_adaptor
-from tests.models import random_ids, random_model
+from tests.models import random_ids, random_model, save_model
 from tests.network.network_builds import Report, build, check_table
 from tests.network_driver import NetworkDriver
+from tests.tiny_tokenizers import TEXT, byte_level
 
 WIDE = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32,
@@ -69,6 +75,25 @@ def test_logits_equal_those_of_modelopts_fake_quantised_model(models, name, sche
     moved = (wanted - exact).abs().mean()
     assert moved > 0.05
     assert (found - wanted).abs().mean() < 1e-3 * moved
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_half_precision_is_as_near_the_float_model_as_modelopt_is(models, scheme, tmp_path):
+    """Scales and activations are rounded too: other roundings, no larger errors."""
+    _, plain, quantized = models("llama", scheme)
+    plain.save_pretrained(tmp_path)
+    half = Decoder.load(tmp_path, torch.float16)
+    driver = NetworkDriver(trt, (half, None), FULL, quantized=read_layers(quantized))
+    ids = random_ids(60, seed=9)
+    with torch.no_grad():
+        wanted, exact = (model(torch.tensor([ids])).logits[0, 30:] for model in (quantized, plain))
+    found = torch.stack(
+        [
+            driver.interpreter.run(driver.feeds(block, 64))["logits"][0]
+            for block in (driver.memory.block([0], [ids[: n + 1]]) for n in range(30, 60))
+        ]
+    )
+    assert (found - exact).abs().mean() < 1.2 * (wanted - exact).abs().mean()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -135,3 +160,19 @@ def test_only_linear_layers_of_the_backbone_are_read(models):
         quantizer.amax = torch.tensor(1.0)
     with pytest.raises(ValueError, match="ModelOpt quantised lm_head"):
         read_layers(more)
+
+
+def test_the_command_builds_a_folder_that_says_so(tmp_path):
+    sizes = {"hidden_size": 64, "head_dim": 16, "vocab_size": 320, "num_hidden_layers": 1}
+    model = byte_level(save_model(tmp_path / "model", "llama", **sizes))
+    out, text = tmp_path / "engine", tmp_path / "text.txt"
+    text.write_text(TEXT * 4)
+    options = ["--max-length", "512", "--chunk", "64", "--interval", "0", "--dtype", "float16"]
+    options += ["--module", "tensorrt_rtx", "--quantization", "fp8", "--out", out]
+    command = ["draft", model, *options, "--calibration", text]
+    done = CliRunner().invoke(app, [str(word) for word in command])
+    assert done.exit_code == 0, done.output
+    assert DraftEngine.load(out).quantization == "fp8"
+    used = f"text.txt sha256:{hashlib.sha256(text.read_bytes()).hexdigest()[:16]}"
+    assert f"calibrating fp8 on {used}" in done.stderr
+    assert json.loads((out / "provenance.json").read_text())["calibration"] == used

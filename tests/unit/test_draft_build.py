@@ -315,23 +315,6 @@ def test_what_a_calibration_needs_is_checked_first(tmp_path):
     assert re.search(r"short\.txt has \d tokens; give 512", call(*fp8, *text, code=1).stderr)
 
 
-def test_a_quantised_engine_is_really_built_without_a_gpu(tmp_path):
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 320}
-    model = byte_level(save_model(tmp_path / "model", "llama", **sizes))
-    out, text = tmp_path / "engine", tmp_path / "text.txt"
-    text.write_text(TEXT * 8)
-    options = ["--max-length", "512", "--chunk", "64", "--interval", "0", "--dtype", "float16"]
-    options += ["--module", "tensorrt_rtx", "--quantization", "int4_awq", "--out", str(out)]
-    options += ["--calibration", str(text)]
-    command = [sys.executable, "-m", "masw.build.commands", "draft", str(model), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert DraftEngine.load(out).quantization == "int4_awq"
-    used = f"text.txt sha256:{hashlib.sha256(text.read_bytes()).hexdigest()[:16]}"
-    assert f"calibrating int4_awq on {used}" in done.stderr
-    assert json.loads((out / "provenance.json").read_text())["calibration"] == used
-
-
 def test_calibration_reads_text_json_lines_or_the_manual(tmp_path):
     codec, few = TextCodec(byte_level(tmp_path)), replace(SCHEMES["fp8"], samples=3, length=64)
     (tmp_path / "a.txt").write_text(TEXT * 8)
