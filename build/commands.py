@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from .draft_command import draft
+from .target_command import target
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -18,6 +19,7 @@ def commands() -> None:
 
 
 app.command()(draft)
+app.command()(target)
 
 
 if __name__ == "__main__":

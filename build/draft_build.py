@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +18,13 @@ from ..engines.adaptor import Adaptor
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
 from ..engines.tensorrt_module import load_tensorrt
-from .bench.record import machine, versions, without_folder
-from .bench.texts import fingerprint
+from .bench.texts import MANUAL
+from .calibration import Calibration
 from .draft_plan import DraftPlan
 from .network.attention import plugin_attention
 from .network.draft import DraftNetwork, draft_network
 from .network.quantized import QuantizedLinear
+from .output_folder import staged, write_provenance
 
 Say = Callable[[str], None]
 TIMING_CACHE = "timing.cache"
@@ -46,7 +44,7 @@ class DraftBuild:
     adaptor: Path | None = None
     module: str = "tensorrt"
     attention: str = "plugin"
-    calibration: Path | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self):
         if self.attention not in (PLUGIN, NATIVE):
@@ -60,10 +58,6 @@ class DraftBuild:
             raise ValueError(f"{self.model} is no model folder: it has no config.json")
         if self.adaptor is not None and not self.adaptor.is_file():
             raise ValueError(f"adaptor {self.adaptor} does not exist")
-        if self.calibration is not None and self.plan.scheme is None:
-            raise ValueError("calibration is given; only --quantization fp8 or int4_awq reads it")
-        if self.calibration is not None and not self.calibration.is_file():
-            raise ValueError(f"calibration {self.calibration} does not exist; give a text file")
         if self.plan.scheme is not None and not (self.model / "tokenizer.json").is_file():
             raise ValueError(
                 f"{self.model} has no tokenizer.json, which --quantization "
@@ -103,16 +97,11 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
         tokenizer=file_sha256(build.model / "tokenizer.json"),
         quantization=build.plan.quantization,
     )
-    build.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build.out.parent, prefix=f".{build.out.name}.") as scratch:
-        stage = Path(scratch) / build.out.name
-        stage.mkdir()
+    facts = {} if build.plan.scheme is None else {"calibration": _text(build)}
+    with staged(build.out) as stage:
         (stage / ENGINE).write_bytes(plan_bytes)
         engine.write(stage)
-        _write_provenance(build, stage, started, len(plan_bytes))
-        if build.out.exists():
-            build.out.rmdir()
-        stage.rename(build.out)
+        write_provenance(stage, started, engine_bytes=len(plan_bytes), **facts)
     return build.out
 
 
@@ -136,8 +125,13 @@ def _quantize(build: DraftBuild, say: Say) -> dict[str, QuantizedLinear]:
         return {}
     from .draft_quantizer import quantize_draft
 
-    say(f"calibrating {plan.quantization} on {fingerprint(build.calibration)}")
-    return quantize_draft(build.model, plan.scheme, plan.io.dtype, build.calibration)
+    name = MANUAL if build.calibration is None else build.calibration.file.name
+    say(f"calibrating {plan.quantization} on {name}")
+    return quantize_draft(build.model, plan.scheme, plan.io.dtype, build.calibration, say)
+
+
+def _text(build: DraftBuild) -> str | dict[str, Any]:
+    return MANUAL if build.calibration is None else build.calibration.as_dict()
 
 
 def _describe(
@@ -209,16 +203,3 @@ def _progress(trt: ModuleType) -> Iterator[Any]:
                 bars.remove_task(self.tasks.pop(phase_name))
 
         yield Monitor()
-
-
-def _write_provenance(build: DraftBuild, stage: Path, started: datetime, size: int) -> None:
-    record = {
-        "command": " ".join(["masw-build", *map(without_folder, sys.argv[1:])]),
-        "started": started.isoformat(timespec="seconds"),
-        "seconds": round((datetime.now(UTC) - started).total_seconds(), 1),
-        "engine_bytes": size,
-        "machine": machine(),
-        "versions": versions(),
-        "calibration": None if build.plan.scheme is None else fingerprint(build.calibration),
-    }
-    (stage / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")

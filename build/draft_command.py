@@ -35,7 +35,7 @@ def draft(
             f"{', '.join(recipe_names())}. Options that are given win."
         ),
     ] = None,
-    root: Annotated[Path | None, typer.Option(help="Folder with the recipe's files.")] = None,
+    root: Annotated[Path, typer.Option(help="Folder with the recipe's files.")] = Path("."),
     out: Annotated[Path | None, typer.Option(help="Engine folder to make.")] = None,
     adaptor: Annotated[
         Path | None, typer.Option(help="Memory adaptor; its header decides S, W, r, visibility.")
@@ -59,7 +59,7 @@ def draft(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help='Text to calibrate on: a text file, or JSON lines with "text".',
+            help="Text to measure scales on: .txt, or .jsonl with text.",
             show_default="Python's own manual",
         ),
     ] = None,
@@ -73,7 +73,7 @@ def draft(
 ) -> None:
     """Builds the draft's TensorRT engine, or says what it will need (--dry-run)."""
     with failures():
-        settings = _settings(context, recipe, root, dry_run)
+        settings = _settings(context, recipe, root)
         plan = settings.plan(dry_run)
         _show(plan, as_json)
         if dry_run:
@@ -82,18 +82,13 @@ def draft(
         typer.echo(str(settings.build(plan, lambda text: typer.echo(text, err=True))))
 
 
-def _settings(
-    context: typer.Context, recipe: str | None, root: Path | None, dry_run: bool
-) -> DraftSettings:
+def _settings(context: typer.Context, recipe: str | None, root: Path) -> DraftSettings:
     """The recipe's settings, or the defaults, with the options that are given on top."""
     given = {name: context.params[name] for name in _given(context) if name not in HOW}
-    if recipe is None:
-        if root is not None:
-            raise ValueError(f"root is {root}; it is for --recipe only")
-        return DraftSettings().change(given)
-    if root is None and not dry_run:
-        raise ValueError("give --root, the folder with the recipe's files, or --dry-run")
-    return DraftSettings.of(load_recipe(recipe), root).change(given)
+    if recipe is None and "root" in _given(context):
+        raise ValueError(f"root is {root}; it is for --recipe only")
+    base = DraftSettings() if recipe is None else DraftSettings.of(load_recipe(recipe), root)
+    return base.change(given)
 
 
 def _given(context: typer.Context) -> list[str]:
@@ -122,9 +117,8 @@ def _tell_command(context: typer.Context) -> None:
         if parameter.name in given and parameter.name not in PLANNING:
             value = context.params[parameter.name]
             words += _word(parameter, value)
-    missing = (("--out", "ENGINE_FOLDER"), ("--adaptor", "ADAPTOR.safetensors"))
-    for option, place in (("--root", "ROOT"),) if "recipe" in given else missing:
-        words += [] if option in words else [option, place]
+    for option, place in (("--out", "ENGINE_FOLDER"), ("--adaptor", "ADAPTOR.safetensors")):
+        words += [] if option in words or "recipe" in given else [option, place]
     typer.echo(f"to build it, in the container {CONTAINER}: {' '.join(words)}", err=True)
 
 

@@ -6,77 +6,67 @@ weights, largest magnitudes and AWQ's input scales, layer by layer.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..engines.recipe import TargetRecipe
 from ..engines.text import TextCodec
-from .adaptor.sources import Source
-from .bench.texts import read_documents
+from .bench.texts import plain_ids
+from .calibration import Calibration
 from .draft_scheme import Scheme
 from .network.quantized import Fp8Linear, Int4Linear, QuantizedLinear
+from .target_quantization import quantize
 
-CHARACTERS_PER_TOKEN = 12  # more than any text of a document has
+Say = Callable[[str], None]
 
 
 def quantize_draft(
-    folder: Path, scheme: Scheme, dtype: str, text: Path | None = None
+    folder: Path, scheme: Scheme, dtype: str, text: Calibration | None, say: Say
 ) -> dict[str, QuantizedLinear]:
     """Quantised layers by their names in `Decoder`, of a Hugging Face folder.
 
-    dtype: of the model while it is calibrated. text: see `calibration_ids`. Uses the GPU where
+    dtype: of the model while it is calibrated. text: None: Python's own manual. Uses the GPU where
     there is one.
     """
-    samples = calibration_ids(TextCodec(folder), text, scheme)
+    sequences = calibration_ids(TextCodec(folder), scheme, text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    layers = read_layers(quantize_model(model.to(device).eval(), scheme, samples))
+    layers = read_layers(quantize_model(model.to(device).eval(), scheme, sequences, say))
     del model
     if device == "cuda":
         torch.cuda.empty_cache()  # TensorRT needs the room
     return layers
 
 
-def calibration_ids(codec: TextCodec, text: Path | None, scheme: Scheme) -> list[list[int]]:
-    """Up to `scheme.samples` pieces of `scheme.length` tokens.
-
-    text: a text file, or JSON lines with "text"; None: Python's own manual.
-    Raises ValueError if it has fewer tokens than one piece.
-    """
-    ids: list[int] = []
-    wanted = scheme.samples * scheme.length
-    for document in _documents(text):
-        text_start = document[: wanted * CHARACTERS_PER_TOKEN]
-        ids += codec.tokenizer(text_start, add_special_tokens=False)["input_ids"]
-        if len(ids) >= wanted:
-            break
-    if len(ids) < scheme.length:
-        raise ValueError(
-            f"calibration text {text} has {len(ids)} tokens; give {scheme.length} or more, "
-            f"{wanted} are used"
-        )
-    starts = range(0, min(len(ids), wanted) - scheme.length + 1, scheme.length)
-    return [ids[start : start + scheme.length] for start in starts]
+def calibration_ids(codec: TextCodec, scheme: Scheme, text: Calibration | None) -> list[list[int]]:
+    """Sequences of ids: those of the text, or of the manual, as many as the scheme wants."""
+    if text is not None:
+        return text.sequences(codec.tokenizer)
+    ids = plain_ids(codec, scheme.samples * scheme.length)
+    return [ids[start : start + scheme.length] for start in range(0, len(ids), scheme.length)]
 
 
 def quantize_model(
-    model: PreTrainedModel, scheme: Scheme, samples: Sequence[Sequence[int]]
+    model: PreTrainedModel,
+    scheme: Scheme,
+    sequences: Sequence[Sequence[int]],
+    say: Say = lambda text: None,
 ) -> PreTrainedModel:
     """The model with ModelOpt's fake quantisation in its linear layers, changed in place."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about versions of transformers, and of its own forms
-        import modelopt.torch.quantization as mtq
+    step = max(1, len(sequences) // 4)
 
-        def calibrate(model: PreTrainedModel) -> None:
-            for ids in samples:
-                model(torch.tensor([ids], device=model.device), use_cache=False)
+    def tick(done: int) -> None:
+        if done % step == 0:
+            say(f"calibrating: {done} passes over {len(sequences)} texts")
 
-        with torch.no_grad():
-            return mtq.quantize(model, getattr(mtq, scheme.modelopt), forward_loop=calibrate)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # ModelOpt talks a lot
+        return quantize(model, TargetRecipe(quantization=scheme.name), sequences, tick)
 
 
 def read_layers(model: PreTrainedModel) -> dict[str, QuantizedLinear]:
@@ -96,13 +86,6 @@ def read_layers(model: PreTrainedModel) -> dict[str, QuantizedLinear]:
             f"ModelOpt quantised {', '.join(foreign)}; the network carries linear layers only"
         )
     return found
-
-
-def _documents(text: Path | None) -> Iterator[str]:
-    if text is None:
-        yield next(read_documents(None)).text
-    else:
-        yield from Source("text", text).documents()
 
 
 def _enabled(model: nn.Module) -> Iterator[str]:

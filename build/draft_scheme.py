@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
 from ..engines.config import DecoderConfig
 from ..engines.recipe import GPU_DRAFTS
+from .target_quantization import check_modelopt
 
 NONE = "none"
 
@@ -17,13 +17,12 @@ NONE = "none"
 class Scheme:
     """A way to quantise. Only the backbone's linear layers are; see docs/plugin.md for why.
 
-    modelopt: name of ModelOpt's configuration. data_type: TensorRT's. capability: the least a GPU
-    needs. bits: of a weight. block: inputs that share a scale, 0: the whole layer has one for its
-    weights and one for its inputs. samples: texts to calibrate with, `length` tokens each.
+    data_type: TensorRT's. capability: the least a GPU needs. bits: of a weight. block: inputs that
+    share a scale, 0: the whole layer has one for its weights and one for its inputs. samples: texts
+    to calibrate with, `length` tokens each.
     """
 
     name: str
-    modelopt: str
     data_type: str
     capability: tuple[int, int]
     bits: int
@@ -51,11 +50,7 @@ class Scheme:
                 f"quantization is {self.name!r}; {trt.__name__} {trt.__version__} has no data "
                 f"type {self.data_type}: use version 10 or newer, or --quantization none"
             )
-        if importlib.util.find_spec("modelopt") is None:
-            raise ImportError(
-                f"quantization is {self.name!r}; nvidia-modelopt is not installed: pip install "
-                "'nvidia-modelopt[hf]'"
-            )
+        check_modelopt()
 
     def check_device(self, capability: str | None) -> None:
         """Refuses a GPU that cannot compute in it; None: built without a GPU, for any."""
@@ -80,8 +75,8 @@ class Scheme:
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        Scheme("fp8", "FP8_DEFAULT_CFG", "FP8", (8, 9), bits=8, block=0, samples=128),
-        Scheme("int4_awq", "INT4_AWQ_CFG", "INT4", (8, 0), bits=4, block=128, samples=32),
+        Scheme("fp8", "FP8", (8, 9), bits=8, block=0, samples=128),
+        Scheme("int4_awq", "INT4", (8, 0), bits=4, block=128, samples=32),
     )
 }
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..engines import architectures
-from ..engines.adaptor import read_adaptor
+from ..engines.adaptor import read_header
 from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO
 from ..engines.recipe import Lane, Places, Recipe
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
+from .calibration import Calibration
 from .draft_build import NATIVE, PLUGIN, DraftBuild, build_draft
 from .draft_plan import DraftPlan
 from .draft_scheme import NONE
@@ -23,7 +24,7 @@ class DraftSettings:
     """Everything a draft engine depends on. Lengths in tokens; memory as in `MemoryRule`.
 
     model: Hugging Face folder, or a known architecture's name where only a plan is wanted.
-    memory: what a recipe states; an adaptor must be made for it. draft_tokens: largest γ, None: R.
+    memory: where a recipe states it; an adaptor must be made for it. draft_tokens: largest γ, None: R.
     attention: None: the plugin for tensorrt, native for tensorrt_rtx.
     """
 
@@ -49,8 +50,8 @@ class DraftSettings:
     memory: MemoryRule | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, root: Path | None) -> DraftSettings:
-        """What a gpu recipe states; its files lie below `root`, None: no files.
+    def of(cls, recipe: Recipe, root: Path) -> DraftSettings:
+        """What a gpu recipe states; its files lie below `root`.
 
         Raises ValueError for a recipe of the cpu lane.
         """
@@ -58,9 +59,11 @@ class DraftSettings:
             raise ValueError(
                 f"recipe {recipe.name} has lane {recipe.lane}; only lane gpu compiles its draft"
             )
-        memory, limits, draft = recipe.memory, recipe.limits, recipe.draft
-        settings = cls(
-            model=draft.architecture,
+        memory, limits, draft, places = recipe.memory, recipe.limits, recipe.draft, Places(root)
+        return cls(
+            model=str(places.draft_model),
+            out=places.draft_engine,
+            adaptor=places.adaptor if memory.interval else None,
             architecture=draft.architecture,
             sink=memory.sink,
             window=memory.window,
@@ -75,20 +78,11 @@ class DraftSettings:
             quantization=draft.quantization,
             memory=memory,
         )
-        return settings if root is None else settings._with_files(Places(root))
-
-    def _with_files(self, places: Places) -> DraftSettings:
-        return replace(
-            self,
-            model=str(places.draft_model),
-            adaptor=places.adaptor if self.interval else None,
-            out=places.draft_engine,
-        )
 
     def change(self, given: dict[str, Any]) -> DraftSettings:
-        """These settings with others on top; a memory that is given replaces the recipe's."""
-        own = given.keys() & {"sink", "window", "interval", "visibility", "rollback"}
-        return replace(self, **given, memory=None if own else self.memory)
+        """These settings with others on top."""
+        changed = replace(self, **given)
+        return changed if self.memory is None else replace(changed, memory=changed._stated)
 
     def plan(self, dry_run: bool) -> DraftPlan:
         """Shapes and sizes. dry_run: files that do not exist are done without."""
@@ -109,27 +103,30 @@ class DraftSettings:
                 f"slots with r = {plan.io.rule.interval} need --adaptor (or --interval 0)"
             )
         attention = self.attention or (PLUGIN if self.module == "tensorrt" else NATIVE)
-        build = DraftBuild(
-            plan,
-            Path(self.model),
-            self.out,
-            self.adaptor,
-            self.module,
-            attention,
-            self.calibration,
-        )
-        return build_draft(build, say)
+        what = plan, Path(self.model), self.out, self.adaptor
+        return build_draft(DraftBuild(*what, self.module, attention, self._text(plan)), say)
+
+    def _text(self, plan: DraftPlan) -> Calibration | None:
+        if self.calibration is None:
+            return None
+        if plan.scheme is None:
+            raise ValueError("calibration is given; only --quantization fp8 or int4_awq reads it")
+        return Calibration(self.calibration, plan.scheme.samples, plan.scheme.length)
+
+    @property
+    def _stated(self) -> MemoryRule:
+        visibility = SlotVisibility(self.visibility)
+        return MemoryRule(self.sink, self.window, self.rollback, self.interval, visibility)
 
     def _rule(self, dry_run: bool) -> MemoryRule:
         """The adaptor's, where there is one."""
-        visibility = SlotVisibility(self.visibility)
-        rule = MemoryRule(self.sink, self.window, self.rollback, self.interval, visibility)
         if self.adaptor is None or (dry_run and self.memory and not self.adaptor.is_file()):
-            return rule
-        found = read_adaptor(self.adaptor)[0].rule(self.rollback)
+            return self._stated
+        found = read_header(self.adaptor).rule(self.rollback)
         if self.memory is not None and found != self.memory:
             raise ValueError(
-                f"adaptor {self.adaptor} is for {found}, the recipe states {self.memory}"
+                f"adaptor {self.adaptor} is for {found}, the recipe states {self.memory}; give the "
+                "adaptor that was trained for it"
             )
         return found
 

@@ -21,6 +21,7 @@ from ..clients.perf_analyzer import PerfAnalyzerError
 from ..engines.recipes import EMBEDDED
 from .bench.record import BenchError, emit, progress
 from .checkpoint import CheckpointError
+from .options import numbers, words
 from .serve import prepare
 from .triton_install import ServerError
 
@@ -40,19 +41,6 @@ Documents = Annotated[
         dir_okay=False,
     ),
 ]
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers separated by commas."""
-    try:
-        return tuple(int(part.replace("_", "")) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: give whole numbers separated by commas") from None
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Words separated by commas."""
-    return tuple(part.strip() for part in text.split(","))
 
 
 @contextmanager
@@ -147,7 +135,12 @@ def kernel(
     with failures():
         with usage():
             settings = bench.KernelSettings(
-                words(shapes), numbers(entries), numbers(batches), numbers(prefixes), chunk, dtype
+                words(shapes),
+                numbers(entries),
+                numbers(batches),
+                numbers(prefixes),
+                chunk,
+                dtype,
             )
         with progress(bench.ticks(settings)) as tick:
             rows, rate = bench.measure_kernels(settings, tick)

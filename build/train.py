@@ -28,6 +28,7 @@ from .adaptor.settings import Initialisation, Loss, TrainSettings
 from .adaptor.sources import Source
 from .bench.record import emit, progress
 from .checkpoint import embedded_model
+from .options import numbers
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -58,14 +59,6 @@ def failures() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("masw-train: interrupted; the same command resumes", err=True)
         raise typer.Exit(130) from None
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers separated by commas; none of an empty text."""
-    try:
-        return tuple(int(part.replace("_", "")) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: give whole numbers separated by commas") from None
 
 
 def pairs_of(text: str) -> tuple[tuple[int, int], ...]:
@@ -254,15 +247,17 @@ def evaluate(
         comparison = comparing.Comparison(
             adaptors={name: Path(path) for name, _, path in named},
             untrained=pairs_of(untrained),
-            equal=numbers(equal),
-            windows=numbers(windows),
-            swa=numbers(swa),
+            equal=numbers(equal, least=0),
+            windows=numbers(windows, least=0),
+            swa=numbers(swa, least=0),
             snapkv=snapkv,
             draft_tokens=draft_tokens,
             max_tokens=max_tokens,
         )
         decoder = Decoder.load(model_folder(model), DTYPES[dtype], device)
-        chosen = comparing.first_of_each(read_samples(samples), per_kind, numbers(prefixes))
+        chosen = comparing.first_of_each(
+            read_samples(samples), per_kind, numbers(prefixes, least=0)
+        )
         with progress(len(chosen)) as tick:
             summaries = comparing.compare(comparison, decoder, chosen, tick, distances)
         record = comparing.record(comparison, dtype, device, summaries)
@@ -301,7 +296,7 @@ def ablate(
             model_folder(model),
             [Source.parse(text) for text in pretrain_data],
             [Source.parse(text) for text in sft_data],
-            comparing.first_of_each(read_samples(samples), per_kind, numbers(prefixes)),
+            comparing.first_of_each(read_samples(samples), per_kind, numbers(prefixes, least=0)),
             device,
             max_tokens=max_tokens,
         )

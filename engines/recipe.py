@@ -247,6 +247,11 @@ class Places:
         return self.root / "engines" / "draft"
 
     @property
+    def logs(self) -> Path:
+        """Output of the slow steps, one file each."""
+        return self.root / "logs"
+
+    @property
     def pair(self) -> Path:
         """The pair folder that the Triton models load."""
         return self.root / "pair"

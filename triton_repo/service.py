@@ -94,19 +94,19 @@ class Service:
 
         Raises Overloaded when the request's time is up before it could start.
         """
-        place = asyncio.ensure_future(self._running.acquire())
-        while not place.done():
-            await asyncio.wait({place}, timeout=LOOK_SECONDS)
-            if place.done():
-                break
-            if is_cancelled():
-                place.cancel()
-                self._metrics.count_cancelled()
-                return False
-            if time.monotonic() > deadline:
-                place.cancel()
-                raise Overloaded("no place became free within the time_limit; try again later")
-        return True
+        place, taken = asyncio.ensure_future(self._running.acquire()), False
+        try:
+            while not (await asyncio.wait({place}, timeout=LOOK_SECONDS))[0]:
+                if is_cancelled():
+                    self._metrics.count_cancelled()
+                    return False
+                if time.monotonic() > deadline:
+                    raise Overloaded("no place became free within the time_limit; try again later")
+            taken = True
+            return True
+        finally:
+            if not taken and not place.cancel():
+                self._running.release()  # it came at the very moment of giving up
 
     async def _generate(
         self, answer: Answer, is_cancelled: Callable[[], bool], deadline: float

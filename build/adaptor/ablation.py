@@ -16,7 +16,7 @@ from ...engines.decoder import Decoder
 from ...engines.pair import DTYPES
 from ..bench.record import device_name, machine, rounded, versions
 from .comparison import overall
-from .evaluation import DraftMemory, Evaluator, Summary, summarise
+from .evaluation import DraftMemory, Evaluator, Summary, summaries
 from .rows import Rows, pretraining_rows, tuning_rows
 from .samples import Sample
 from .schedule import Schedule
@@ -125,17 +125,10 @@ class Laboratory:
             DraftMemory(f"r = {interval}", settings.rule(interval), adaptor)
             for interval in settings.intervals
         ]
-        evaluator, outcomes = Evaluator(decoder, distances=False), {}
-        for sample in self.samples:
-            for name, outcome in evaluator.run(sample, memories).items():
-                outcomes.setdefault((sample.kind, sample.prefix, name), []).append(outcome)
-        by_name = {memory.name: memory for memory in memories}
-        return [
-            summarise(kind, prefix, by_name[name], found, self.draft_tokens, self.max_tokens)
-            for (kind, prefix, name), found in sorted(outcomes.items())
-        ]
+        limits = self.draft_tokens, self.max_tokens
+        return summaries(Evaluator(decoder, False), self.samples, lambda prefix: memories, *limits)
 
-    def _result(self, arm: Arm, reports: list[StepReport], summaries: list[Summary]) -> dict:
+    def _result(self, arm: Arm, reports: list[StepReport], rows: list[Summary]) -> dict:
         stride = max(1, len(reports) // CURVE_POINTS)
         return {
             "settings": asdict(arm.settings),
@@ -143,8 +136,8 @@ class Laboratory:
             "tokens": sum(report.tokens for report in reports),
             "loss": [rounded(report.loss) for report in reports[::stride]],
             "gradient_norm": [rounded(report.gradient_norm) for report in reports[::stride]],
-            "tok_iter": overall(summaries),
-            "rows": [asdict(summary) for summary in summaries],
+            "tok_iter": overall(rows),
+            "rows": [asdict(summary) for summary in rows],
             "device": device_name(self.device),
             "machine": machine(),
             "versions": versions(),

@@ -13,7 +13,7 @@ from ...engines.adaptor import Adaptor, AdaptorConfig
 from ...engines.decoder import Decoder
 from ...plugins.slot_attention.rule import MemoryRule
 from ..bench.record import Record, device_name, new_card, rounded
-from .evaluation import DraftMemory, Evaluator, Outcome, Summary, summarise
+from .evaluation import DraftMemory, Evaluator, Summary, summaries
 from .samples import DataError, Sample
 from .snapkv import SnapKV
 
@@ -86,8 +86,6 @@ def compare(
     distances: bool = True,
 ) -> list[Summary]:
     """Runs every memory over every sample; one summary per prefix, kind and memory."""
-    evaluator, summaries = Evaluator(decoder, distances), []
-    groups: dict[tuple[int, str], list[Sample]] = {}
     for sample in samples:
         if not sample.answer:
             raise DataError(f"sample {sample.name!r} has no answer; run `masw-train answers`")
@@ -96,25 +94,17 @@ def compare(
                 f"sample {sample.name!r} has an answer of {len(sample.answer)} tokens; "
                 f"max_tokens is {comparison.max_tokens}"
             )
-        groups.setdefault((sample.prefix, sample.kind), []).append(sample)
-    for (prefix, kind), group in sorted(groups.items()):
-        compared = memories(comparison, decoder, prefix)
-        outcomes: dict[str, list[Outcome]] = {memory.name: [] for memory in compared}
-        for number, sample in enumerate(group, 1):
-            tick(f"{kind} at {prefix}, {number} of {len(group)}")
-            for name, outcome in evaluator.run(sample, compared).items():
-                outcomes[name].append(outcome)
-        limits = comparison.draft_tokens, comparison.max_tokens
-        summaries += [
-            summarise(kind, prefix, memory, outcomes[memory.name], *limits) for memory in compared
-        ]
-    return summaries
+    limits = comparison.draft_tokens, comparison.max_tokens
+    evaluator = Evaluator(decoder, distances)
+    return summaries(
+        evaluator, samples, lambda prefix: memories(comparison, decoder, prefix), *limits, tick
+    )
 
 
-def overall(summaries: Sequence[Summary]) -> dict[str, dict[str, float]]:
+def overall(rows: Sequence[Summary]) -> dict[str, dict[str, float]]:
     """Tok./Iter by prefix and memory over all kinds together, each kind with the same weight."""
     found: dict[str, dict[str, list[float]]] = {}
-    for s in summaries:
+    for s in rows:
         found.setdefault(str(s.prefix), {}).setdefault(s.memory, []).append(s.tok_iter)
     return {
         prefix: {name: rounded(sum(values) / len(values)) for name, values in named.items()}
@@ -137,19 +127,19 @@ def first_of_each(
     return chosen
 
 
-def record(comparison: Comparison, dtype: str, device: str, summaries: Sequence[Summary]) -> Record:
+def record(comparison: Comparison, dtype: str, device: str, rows: Sequence[Summary]) -> Record:
     """The outcome as committed: settings, one row per summary, means over kinds."""
     settings = asdict(comparison) | {"dtype": dtype, "device": device_name(device)}
     settings["adaptors"] = {name: path.name for name, path in comparison.adaptors.items()}
-    return Record("evaluate", settings, summaries, ratios={"tok_iter": overall(summaries)})
+    return Record("evaluate", settings, rows, ratios={"tok_iter": overall(rows)})
 
 
-def card(summaries: Sequence[Summary]) -> Table:
+def card(rows: Sequence[Summary]) -> Table:
     """Tok./Iter by memory (rows), and prefix and kind (columns)."""
-    columns = sorted({(s.prefix, s.kind) for s in summaries})
-    names = list(dict.fromkeys(s.memory for s in summaries))
+    columns = sorted({(s.prefix, s.kind) for s in rows})
+    names = list(dict.fromkeys(s.memory for s in rows))
     table = new_card("Tok./Iter", ["memory", *(f"{kind} {prefix}" for prefix, kind in columns)])
-    at = {(s.memory, s.prefix, s.kind): s for s in summaries}
+    at = {(s.memory, s.prefix, s.kind): s for s in rows}
     for name in names:
         cells = [at.get((name, prefix, kind)) for prefix, kind in columns]
         table.add_row(name, *("–" if s is None else f"{s.tok_iter:.2f}" for s in cells))

@@ -9,7 +9,7 @@ counting iterations along these hits gives what the running loop counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -193,6 +193,33 @@ def summarise(
         nll={bucket: c["nll"] / c["count"] for bucket, c in sorted(totals.items())},
         kl={bucket: c["kl"] / c["count"] for bucket, c in sorted(totals.items())},
     )
+
+
+def summaries(
+    evaluator: Evaluator,
+    samples: Sequence[Sample],
+    memories: Callable[[int], Sequence[DraftMemory]],
+    draft_tokens: int,
+    max_tokens: int,
+    tick: Callable[[str], None] = lambda text: None,
+) -> list[Summary]:
+    """Runs `memories(prefix)` over every sample; one summary per prefix, kind and memory."""
+    groups: dict[tuple[int, str], list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault((sample.prefix, sample.kind), []).append(sample)
+    found = []
+    for (prefix, kind), group in sorted(groups.items()):
+        compared = memories(prefix)
+        outcomes: dict[str, list[Outcome]] = {memory.name: [] for memory in compared}
+        for number, sample in enumerate(group, 1):
+            tick(f"{kind} at {prefix}, {number} of {len(group)}")
+            for name, outcome in evaluator.run(sample, compared).items():
+                outcomes[name].append(outcome)
+        found += [
+            summarise(kind, prefix, memory, outcomes[memory.name], draft_tokens, max_tokens)
+            for memory in compared
+        ]
+    return found
 
 
 def _by_place(counts: Sequence[Sequence[int]], places: int) -> list[int]:

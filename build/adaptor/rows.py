@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...engines.text import TextCodec
+from ..fitting import fit_prompt
 from .samples import DataError, Sample, read_samples
 from .sources import Exchange, Source
 
@@ -136,15 +137,8 @@ def exchange_sample(exchange: Exchange, codec: TextCodec, length: int, end_id: i
 
 
 def document_prompt(codec: TextCodec, document: str, question: str, length: int) -> list[int]:
-    """Document and question in at most `length` tokens; the document is cut at its end to fit."""
-    ids = codec.tokenizer(document, add_special_tokens=False)["input_ids"]
-    room = min(len(ids), length)
-    chat = bool(codec.tokenizer.chat_template)
-    while True:
-        text = f"{codec.decode(ids[:room]).strip()}\n\n{question}".strip()
-        prompt = codec.encode(text, chat_template=chat)
-        if len(prompt) <= length:
-            return prompt
-        if room == 0:
-            raise DataError(f"a question of {len(prompt)} tokens does not fit into {length}")
-        room = max(0, room - (len(prompt) - length))
+    """Ids of document and question in at most `length` tokens; see `fit_prompt`."""
+    prompt = fit_prompt(codec, document, question, length)
+    if prompt is None:
+        raise DataError(f"the question {question[:40]!r} does not fit into {length} tokens")
+    return list(prompt.ids)

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from ...engines.text import TextCodec
+from ..fitting import fit_prompt
 from .record import BenchError
 
 QUERY = "Summarise the text above in a few sentences."
@@ -91,28 +92,20 @@ class Prompt:
     ids: tuple[int, ...]
 
 
-def build_prompt(
-    codec: TextCodec, document: Document, length: int, chat_template: bool
-) -> Prompt | None:
+def build_prompt(codec: TextCodec, document: Document, length: int) -> Prompt | None:
     """Document and query in at most `length` tokens, nearly exactly; None if it is too short."""
     start = document.text[: length * _CHARACTERS_PER_TOKEN]
-    ids = codec.tokenizer(start, add_special_tokens=False)["input_ids"]
-    room = min(len(ids), length)
-    while room > 0:
-        text = f"{codec.decode(ids[:room]).strip()}\n\n{document.query}"
-        prompt = tuple(codec.encode(text, chat_template))
-        if len(prompt) <= length:
-            return None if room == len(ids) < length else Prompt(document.name, text, prompt)
-        room -= len(prompt) - length
-    return None
+    prompt = fit_prompt(codec, start, document.query, length)
+    if prompt is None or prompt.whole:
+        return None
+    return Prompt(document.name, prompt.text, prompt.ids)
 
 
 def build_prompts(codec: TextCodec, path: Path | None, length: int, wanted: int) -> list[Prompt]:
     """One prompt of `length` tokens from each of the first documents that are long enough."""
-    chat_template = bool(codec.tokenizer.chat_template)
     prompts: list[Prompt] = []
     for document in read_documents(path):
-        prompt = build_prompt(codec, document, length, chat_template)
+        prompt = build_prompt(codec, document, length)
         prompts += [prompt] if prompt else []
         if len(prompts) == wanted:
             return prompts

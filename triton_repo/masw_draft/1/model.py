@@ -33,11 +33,15 @@ class TritonPythonModel:
                 continue
             places.append(place)
             calls.append(draft_call(wire.inputs(request)))
-        with self.cores:
-            answers = self.draft.propose(calls) if calls else []
-        for place, answer in zip(places, answers, strict=True):
+        for place, answer in zip(places, self._propose(calls), strict=True):
             responses[place] = self._respond(answer)
         return responses
+
+    def _propose(self, calls):
+        if not calls:  # canaries only
+            return []
+        with self.cores:
+            return self.draft.propose(calls)
 
     def _respond(self, answer):
         if isinstance(answer, DraftStateError):
