@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -119,7 +120,7 @@ def _tell_command(context: typer.Context) -> None:
             words += _word(parameter, value)
     for option, place in (("--out", "ENGINE_FOLDER"), ("--adaptor", "ADAPTOR.safetensors")):
         words += [] if option in words or "recipe" in given else [option, place]
-    typer.echo(f"to build it, in the container {CONTAINER}: {' '.join(words)}", err=True)
+    typer.echo(f"to build it, in the container {CONTAINER}: {shlex.join(words)}", err=True)
 
 
 def _word(parameter, value: object) -> list[str]:

@@ -24,8 +24,8 @@ class DraftSettings:
     """Everything a draft engine depends on. Lengths in tokens; memory as in `MemoryRule`.
 
     model: Hugging Face folder, or a known architecture's name where only a plan is wanted.
-    memory: where a recipe states it; an adaptor must be made for it. draft_tokens: largest γ, None: R.
-    attention: None: the plugin for tensorrt, native for tensorrt_rtx.
+    memory: where a recipe states it; an adaptor must be made for it. draft_tokens: the largest γ;
+    None: R. attention: None: the plugin for tensorrt, native for tensorrt_rtx.
     """
 
     model: str | None = None
@@ -82,7 +82,11 @@ class DraftSettings:
     def change(self, given: dict[str, Any]) -> DraftSettings:
         """These settings with others on top."""
         changed = replace(self, **given)
-        return changed if self.memory is None else replace(changed, memory=changed._stated)
+        if self.memory is None:
+            return changed
+        if not changed.interval and "adaptor" not in given:
+            changed = replace(changed, adaptor=None)
+        return replace(changed, memory=changed._stated)
 
     def plan(self, dry_run: bool) -> DraftPlan:
         """Shapes and sizes. dry_run: files that do not exist are done without."""

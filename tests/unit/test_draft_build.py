@@ -379,5 +379,7 @@ def test_a_folder_or_an_adaptor_of_another_recipe_is_refused(tmp_path, model_dir
     own = Decoder.load(model_dir("llama"))
     header = AdaptorConfig(own.fingerprint(), 128, 128, 4)
     own.copy_adaptor(header).save(tmp_path / "models" / "adaptor.safetensors")
+    plan = call(*options[:2], "--root", tmp_path / "none", "--interval", "0", "--dry-run", "--json")
+    assert json.loads(plan.stdout)["capacity"] == 128 + 128 + 16  # slots need no adaptor then
     told = call(*options, code=1).stderr
     assert re.search(r"is for MemoryRule.*interval=4.*recipe states .*interval=8", told)
