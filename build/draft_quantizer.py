@@ -7,6 +7,7 @@ weights, largest magnitudes and AWQ's input scales, layer by layer.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -59,11 +60,12 @@ def quantize_model(
     say: Say = lambda text: None,
 ) -> PreTrainedModel:
     """The model with ModelOpt's fake quantisation in its linear layers, changed in place."""
-    step = max(1, len(sequences) // 4)
+    step, terminal = max(1, len(sequences) // 4), sys.stderr
 
     def tick(done: int) -> None:
         if done % step == 0:
-            say(f"calibrating: {done} passes over {len(sequences)} texts")
+            with redirect_stderr(terminal):
+                say(f"calibrating: {done} passes, {len(sequences)} texts")
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # ModelOpt talks a lot
         return quantize(model, TargetRecipe(quantization=scheme.name), sequences, tick)

@@ -13,7 +13,7 @@ TINY = 1e-30  # a row of zeros stays one
 
 
 class Int8Linear(nn.Module):
-    """An int8 copy of a linear layer, without bias of its own: weights scaled by output.
+    """An int8 copy of a linear layer, with one weight scale for each output; a float bias.
 
     The library has one scale for the inputs of a call. Rows are brought to the same size first, so
     that each has its own: a few tokens with huge activations would cost all others their precision.
