@@ -114,11 +114,18 @@ class DecoderConfig:
     def load(cls, directory: Path) -> DecoderConfig:
         """Reads `config.json`, with the end ids of `generation_config.json` where it has some."""
         config = json.loads((directory / "config.json").read_text())
-        generation = directory / "generation_config.json"
-        if generation.exists():
-            eos = json.loads(generation.read_text()).get("eos_token_id")
-            config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+        config["eos_token_id"] = list(end_ids(directory))
         return cls.from_hf(config)
+
+
+def end_ids(directory: Path) -> tuple[int, ...]:
+    """A model folder's end ids: of `generation_config.json` where that has some."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (eos,)
+    return ()
 
 
 def _refuse_unknown_features(family: str, config: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 pair.json             format, dtype, quantisation of the draft, memory rule and limits
 target/  draft/       Hugging Face folders (links; the same one for a model drafting itself);
-                      draft/ may be a compiled draft (engine_folder.py) instead
+                      draft/ may be a compiled draft (engine_folder.py) instead, and target/ a
+                      TensorRT-LLM engine (trtllm_folder.py) with the generation_config.json
 adaptor.safetensors   the draft's memory adaptor
 provenance.json       where all of it came from
 """
@@ -18,6 +19,7 @@ import torch
 
 from ..plugins.slot_attention.rule import MemoryRule
 from .adaptor import Adaptor, read_header
+from .config import end_ids
 from .decoder import Decoder
 from .draft import TorchDraft
 from .engine_folder import DraftEngine, file_sha256, is_engine_folder
@@ -27,6 +29,8 @@ from .recipe import CPU_DRAFTS, GPU_DRAFTS, Recipe
 from .speculative import LoopSettings
 from .target import TorchTarget
 from .tensorrt_draft import TensorRTDraft
+from .trtllm_folder import TargetEngine, is_target_engine
+from .trtllm_target import TrtllmTarget
 
 FORMAT = "masw-pair-1"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,16 +138,43 @@ class Pair:
             raise PairError(f"{path} does not fit this version: {error}") from error
 
 
-def load_target(directory: Path, max_sequences: int = 8) -> TorchTarget:
-    """The pair's target engine with `max_sequences` full KV caches."""
-    pair = Pair.load(directory)
+def load_target(
+    directory: Path, max_sequences: int = 8, engine: Path | None = None
+) -> TorchTarget | TrtllmTarget:
+    """The pair's target engine with `max_sequences` full KV caches.
+
+    It is TensorRT-LLM's where `engine`, or else target/, is a folder of trtllm-build; that states
+    its own number of sequences.
+    """
+    pair, folder = Pair.load(directory), engine or directory / "target"
+    if engine or is_target_engine(folder):
+        return _load_trtllm_target(directory, pair, folder)
     return TorchTarget(
-        Decoder.load(directory / "target", DTYPES[pair.dtype]),
+        Decoder.load(folder, DTYPES[pair.dtype]),
         max_sequences=max_sequences,
         max_length=pair.max_length,
         max_draft_tokens=pair.max_draft_tokens,
         chunk=pair.chunk,
     )
+
+
+def _load_trtllm_target(directory: Path, pair: Pair, folder: Path) -> TrtllmTarget:
+    """A built target that allows what the pair does; end ids are those of target/."""
+    target = directory / "target"
+    generation = target / "generation_config.json"
+    if is_target_engine(target) and not generation.is_file():
+        raise PairError(f"{target} has no generation_config.json; copy the model's into it")
+    built = TargetEngine.load(folder)
+    for name, value, limit, flag in (
+        ("max_length", pair.max_length, built.max_length, "max_seq_len"),
+        ("max_draft_tokens", pair.max_draft_tokens, built.max_draft_len, "max_draft_len"),
+    ):
+        if value > limit:
+            raise PairError(
+                f"{name} is {value}; the engine in {folder} allows up to {limit}: lower it, or "
+                f"build the engine again with a larger --{flag}"
+            )
+    return TrtllmTarget(folder, end_ids(target))
 
 
 def load_draft(
