@@ -19,7 +19,7 @@ from masw.build.draft_plan import DraftPlan
 from masw.build.draft_quantizer import quantize_model, read_layers
 from masw.build.draft_scheme import SCHEMES
 from masw.build.network.draft import draft_network
-from masw.build.network.graph import EngineBuildError
+from masw.build.network.graph import EngineBuildError, Graph
 from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
 from masw.engines.engine_folder import DraftEngine
@@ -132,6 +132,22 @@ def test_tensorrt_builds_them_and_stores_what_the_plan_says(models, scheme, dtyp
     rotary = 2 * 161 * (decoder.config.head_dim // 2) * 2  # tables of cos and sin
     stored = report.number(r"Total Weights Memory: (\d+) bytes")
     assert abs(stored - planned - rotary) < 0.03 * planned
+
+
+def test_tensorrt_reads_int4_constants_as_they_are_packed():
+    """It turns this one when it builds, so the engine holds the turned values in its own packing."""
+    random = torch.Generator().manual_seed(0)
+    values = torch.randint(-8, 8, (64, 128), generator=random, dtype=torch.int8)
+    builder = trt.Builder(Report())
+    flags = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    graph = Graph(trt, builder.create_network(flags))
+    weight = graph.dequantize(graph.constant_int4(values), graph.constant(torch.ones(64, 1).half()))
+    x = graph.network.add_input("x", trt.DataType.HALF, (8, 128))
+    graph.network.mark_output(graph.multiply_matrices(x, weight, transpose=True))
+    engine = bytes(builder.build_serialized_network(graph.network, builder.create_builder_config()))
+    turned = values.t().flatten().tolist()
+    pairs = zip(turned[0::2], turned[1::2], strict=True)
+    assert bytes((low & 15) | (high & 15) << 4 for low, high in pairs) in engine
 
 
 def test_a_gpu_without_fp8_is_refused_by_tensorrt_too(models):
