@@ -135,7 +135,7 @@ def test_tensorrt_builds_them_and_stores_what_the_plan_says(models, scheme, dtyp
 
 
 def test_tensorrt_reads_int4_constants_as_they_are_packed():
-    """It turns this one when it builds, so the engine holds the turned values in its own packing."""
+    """It turns this one, so that the engine holds the turned values in its own packing."""
     random = torch.Generator().manual_seed(0)
     values = torch.randint(-8, 8, (64, 128), generator=random, dtype=torch.int8)
     builder = trt.Builder(Report())

@@ -303,6 +303,7 @@ def test_a_line_that_is_no_meeting_is_refused_with_its_place(tmp_path, line):
 def test_draft_step_ends_with_one_json_object(folder, masw_perf, tmp_path):
     file = tmp_path / "out.json"
     options = ("--prefixes", "24,48", "--interval", "4", "--rounds", "1", "--json", file)
+    options += ("--draft-quantization", "int8")
     result = masw_perf("draft-step", "--recipe", folder, *options)
     found = last_json(result)
     assert json.loads(file.read_text()) == found
@@ -310,6 +311,7 @@ def test_draft_step_ends_with_one_json_object(folder, masw_perf, tmp_path):
     assert {"cpu", "cores", "threads"} <= set(found["machine"])
     assert {"python", "torch", "transformers", "masw", "commit"} <= set(found["versions"])
     assert found["settings"]["dtype"] == "float32" and found["date"]
+    assert found["settings"]["draft_quantization"] == "int8"
     assert {check["name"].split(":")[0] for check in found["checks"]} >= {"slots r=4"}
     assert "prefill of" in result.stderr and "prefill of" not in result.stdout
 
@@ -337,6 +339,7 @@ def test_speedup_ends_with_one_json_object(folder, masw_perf, tmp_path):
         (["draft-step", "--prefixes", "1,x"], 2, "whole numbers"),
         (["draft-step", "--steps", "17"], 2, "rollback window allows 1 to 16"),
         (["draft-step", "--rounds", "0"], 2, "must be 1 or more"),
+        (["draft-step", "--draft-quantization", "fp8"], 1, "a torch draft has one of none, int8"),
         (["draft-step", "--prefixes", "5000"], 1, "the model has 1024 positions"),
         (["speedup", "--modes", "slots,fast"], 2, "choose from slots, full, window"),
         (["speedup", "--new-tokens", "1"], 2, "new_tokens is 1"),
@@ -407,6 +410,11 @@ def test_random_decoders_have_the_sizes_of_their_shape():
         (["kernel", "--entries", "100"], 2, "above 272"),
         (["draft-step", "--shape", "gpt"], 2, "known: llama-3.2-3b"),
         (["draft-step", "--device", "cuda"], 2, "give --shape"),
+        (
+            ["draft-step", "--shape", "llama-3.2-3b", "--draft-quantization", "int8"],
+            2,
+            "is for a recipe's draft",
+        ),
     ],
 )
 def test_measurements_on_a_device_refuse_wrong_settings(words, code, message):
