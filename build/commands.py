@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import typer
 
+from .check_command import check
 from .draft_command import draft
+from .launch_command import launch
+from .repository_command import repository
 from .target_command import target
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -15,12 +18,16 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 @app.callback()
 def commands() -> None:
-    """Builds what the gpu lane runs."""
+    """Builds, lays out and checks what a recipe states."""
 
 
 app.command()(draft)
 app.command()(target)
 
+
+app.command()(check)
+app.command()(repository)
+app.command()(launch)
 
 if __name__ == "__main__":
     app()

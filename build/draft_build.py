@@ -18,6 +18,7 @@ from ..engines.adaptor import Adaptor
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
 from ..engines.tensorrt_module import load_tensorrt
+from ..engines.tokens import TOKENIZER, tokens_sha256
 from .bench.texts import MANUAL
 from .calibration import Calibration
 from .draft_plan import DraftPlan
@@ -58,9 +59,9 @@ class DraftBuild:
             raise ValueError(f"{self.model} is no model folder: it has no config.json")
         if self.adaptor is not None and not self.adaptor.is_file():
             raise ValueError(f"adaptor {self.adaptor} does not exist")
-        if self.plan.scheme is not None and not (self.model / "tokenizer.json").is_file():
+        if self.plan.scheme is not None and not (self.model / TOKENIZER).is_file():
             raise ValueError(
-                f"{self.model} has no tokenizer.json, which --quantization "
+                f"{self.model} has no {TOKENIZER}, which --quantization "
                 f"{self.plan.quantization} needs for its calibration text"
             )
         if self.out.exists() and any(self.out.iterdir()):
@@ -94,7 +95,7 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
         builder=Builder(build.module, trt.__version__, build.attention, capability),
         base=base,
         adaptor=file_sha256(build.adaptor),
-        tokenizer=file_sha256(build.model / "tokenizer.json"),
+        tokenizer=tokens_sha256(build.model / TOKENIZER),
         quantization=build.plan.quantization,
     )
     facts = {} if build.plan.scheme is None else {"calibration": _text(build)}

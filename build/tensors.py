@@ -11,28 +11,37 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output: name, Triton data type without `TYPE_`, dims (-1 = any length)."""
+    """One input or output: name, Triton data type without `TYPE_`, dims (-1 = any length).
+
+    reshape: the backend gets a single number without an axis beside the batch's.
+    """
 
     name: str
     data_type: str
     dims: tuple[int, ...] = (1,)
     optional: bool = False
     ragged: bool = False
+    reshape: bool = False
 
     def __post_init__(self):
         if f"TYPE_{self.data_type}" not in dict(pb.DataType.items()):
             raise ValueError(f"{self.name}: data_type = {self.data_type!r} is not one of Triton's")
         if not self.dims or any(size == 0 or size < -1 for size in self.dims):
             raise ValueError(f"{self.name}: dims = {self.dims}: use sizes above 0, or -1 for any")
+        if self.reshape and self.dims != (1,):
+            raise ValueError(f"{self.name}: dims = {self.dims}: only (1,) can be reshaped away")
 
     def model_input(self) -> pb.ModelInput:
-        return pb.ModelInput(
+        message = pb.ModelInput(
             name=self.name,
             data_type=f"TYPE_{self.data_type}",
             dims=self.dims,
             optional=self.optional,
             allow_ragged_batch=self.ragged,
         )
+        if self.reshape:
+            message.reshape.SetInParent()
+        return message
 
     def model_output(self) -> pb.ModelOutput:
         return pb.ModelOutput(name=self.name, data_type=f"TYPE_{self.data_type}", dims=self.dims)

@@ -35,6 +35,11 @@ from .triton_install import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
+KEEPALIVE = {  # options that let clients ping an idle stream every second
+    "grpc-http2-min-recv-ping-interval-without-data": 500,
+    "grpc-keepalive-permit-without-calls": 1,
+    "grpc-keepalive-time": 10000,
+}
 
 
 @dataclass(frozen=True)
@@ -186,10 +191,7 @@ class TritonServer:
             "cache-directory": files.caches,
             "backend-config": f"python,shm-region-prefix-name={self.prefix}",
             "exit-timeout-secs": max(1, int(config.stop_timeout)),
-            # clients may ping an idle stream every second
-            "grpc-http2-min-recv-ping-interval-without-data": 500,
-            "grpc-keepalive-permit-without-calls": 1,
-            "grpc-keepalive-time": 10000,
+            **KEEPALIVE,
         }
         for name, port in config.ports.items():
             options |= {f"{name}-address": config.host, f"{name}-port": port}

@@ -8,7 +8,7 @@ The file is safetensors with a JSON header; loading is strict and checks the bas
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -140,25 +140,44 @@ class Adaptor(nn.Module):
                 f"{path.name} was made for base model {config.base[:12]}, not {base[:12]}; "
                 "use the adaptor of this draft model"
             )
-        if config.slot_embedding != LAST_TOKEN and config.slot_embedding >= decoder.vocab_size:
-            raise AdaptorError(
-                f"{path.name}: slot_embedding is {config.slot_embedding}; the model has "
-                f"{decoder.vocab_size} token ids"
-            )
         adaptor = cls(config, decoder)
-        wanted = {name: t.shape for name, t in adaptor.state_dict().items()}
-        for name in sorted(wanted.keys() | tensors.keys()):
-            if name not in tensors:
-                raise AdaptorError(f"{path.name} lacks tensor {name}")
-            if name not in wanted:
-                raise AdaptorError(f"{path.name} has unexpected tensor {name}")
-            if tensors[name].shape != wanted[name]:
-                raise AdaptorError(
-                    f"{path.name}: {name} is {tuple(tensors[name].shape)}, "
-                    f"the model needs {tuple(wanted[name])}"
-                )
+        adaptor.check_fit(path.name, decoder, {name: t.shape for name, t in tensors.items()})
         adaptor.load_state_dict(tensors, assign=True)
         return adaptor
+
+    def check_fit(
+        self, name: str, decoder: DecoderConfig, shapes: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Refuses a file `name` whose header or whose tensors are not those of this model."""
+        fixed = self.config.slot_embedding
+        if fixed != LAST_TOKEN and fixed >= decoder.vocab_size:
+            raise AdaptorError(
+                f"{name}: slot_embedding is {fixed}; the model has {decoder.vocab_size} token ids"
+            )
+        wanted = {key: tuple(tensor.shape) for key, tensor in self.state_dict().items()}
+        for key in sorted(wanted.keys() | shapes.keys()):
+            if key not in shapes:
+                raise AdaptorError(f"{name} lacks tensor {key}")
+            if key not in wanted:
+                raise AdaptorError(f"{name} has unexpected tensor {key}")
+            if tuple(shapes[key]) != wanted[key]:
+                raise AdaptorError(
+                    f"{name}: {key} is {tuple(shapes[key])}, the model needs {wanted[key]}"
+                )
+
+
+def check_adaptor(path: Path, decoder: DecoderConfig) -> AdaptorConfig:
+    """The header of a file that fits an architecture; its weights are not read.
+
+    Raises AdaptorError as `Adaptor.load` does, the base model's fingerprint left out.
+    """
+    config = read_header(path)
+    with _opened(path) as file:
+        names = list(file.keys())
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    with torch.device("meta"):
+        Adaptor(config, decoder).check_fit(path.name, decoder, shapes)
+    return config
 
 
 def read_adaptor(path: Path) -> tuple[AdaptorConfig, dict[str, Tensor]]:

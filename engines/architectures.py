@@ -51,3 +51,9 @@ def check_folder(name: str, folder: Path) -> DecoderConfig:
                 "give the folder of that model, or its own architecture"
             )
     return found
+
+
+def source(name: str) -> str:
+    """The published model whose numbers these are. Raises ArchitectureError for an unknown name."""
+    architecture(name)
+    return _known()[name]["source"]

@@ -42,7 +42,7 @@ class Builder:
 class DraftEngine:
     """Everything config.json states. draft_tokens: the largest γ; base, adaptor: fingerprints.
 
-    tokenizer: SHA-256 of tokenizer.json, so that a pair with another one is refused.
+    tokenizer: fingerprint of the tokens (tokens.py), so that a pair with others is refused.
     quantization: of the backbone's linear layers, "none" where an older folder does not say.
     """
 

@@ -28,6 +28,10 @@ class TargetError(RuntimeError):
     """The target failed; the request cannot go on."""
 
 
+class TargetUnavailable(TargetError):
+    """The target failed in a way that may pass: the same call may be made again."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Temperature (0: greedy), top-k (0: all, 1: greedy) and top-p (1: all)."""
@@ -97,6 +101,14 @@ class Proposal:
 
     ids: tuple[int, ...] = ()
     logits: Tensor | None = None
+
+    def first(self, count: int) -> Proposal:
+        """The first `count` draft ids with their logits; an empty proposal where there are none."""
+        if count >= len(self.ids):
+            return self
+        kept = max(0, count)
+        logits = None if self.logits is None or not kept else self.logits[:kept]
+        return Proposal(self.ids[:kept], logits)
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,18 @@ from .decoder import Decoder
 from .draft import TorchDraft
 from .engine_folder import DraftEngine, file_sha256, is_engine_folder
 from .executor import TensorRTExecutor
+from .hostile_target import Habits, HostileTarget
 from .int8 import to_int8
 from .recipe import CPU_DRAFTS, GPU_DRAFTS, Recipe
 from .speculative import LoopSettings
 from .target import TorchTarget
 from .tensorrt_draft import TensorRTDraft
+from .tokens import TOKENIZER, tokens_sha256
 from .trtllm_folder import TargetEngine, is_target_engine
 from .trtllm_target import TrtllmTarget
 
 FORMAT = "masw-pair-1"
+DOOMED_ID = 0  # of the hostile target: the first id of a prompt that it never answers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = tuple(dict.fromkeys(CPU_DRAFTS + GPU_DRAFTS))  # of the draft, in both lanes
 
@@ -177,13 +180,29 @@ def _load_trtllm_target(directory: Path, pair: Pair, folder: Path) -> TrtllmTarg
     return TrtllmTarget(folder, end_ids(target))
 
 
+def load_hostile_target(directory: Path, max_sequences: int = 8) -> HostileTarget:
+    """The pair's target behind `HostileTarget`; prompts that begin with `DOOMED_ID` fail."""
+    pair, target = Pair.load(directory), load_target(directory, max_sequences)
+    return HostileTarget(
+        target,
+        target.decoder.config.vocab_size,
+        max_seq_len=pair.max_length + pair.max_draft_tokens,
+        max_draft_tokens=pair.max_draft_tokens,
+        habits=Habits(doomed_id=DOOMED_ID),
+    )
+
+
 def load_draft(
     directory: Path,
     mode: DraftMode = DraftMode.SLOTS,
     max_sequences: int = 8,
     window: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> TorchDraft | TensorRTDraft:
-    """The pair's draft engine in a mode other than `none`: compiled if draft/ holds an engine."""
+    """The pair's draft engine in a mode other than `none`: compiled if draft/ holds an engine.
+
+    device: of a draft in torch; a compiled one runs on the current CUDA device.
+    """
     pair = Pair.load(directory)
     rule = pair.rule(mode, window)
     if rule is None:
@@ -193,7 +212,7 @@ def load_draft(
         executor = TensorRTExecutor(directory / "draft", engine)
         limits = {"max_length": pair.max_length, "max_draft_tokens": pair.max_draft_tokens}
         return TensorRTDraft(engine, executor, **limits)
-    decoder = Decoder.load(directory / "draft", DTYPES[pair.dtype])
+    decoder = Decoder.load(directory / "draft", DTYPES[pair.dtype], device)
     adaptor = load_adaptor(directory, decoder, rule) if rule.interval else None
     return TorchDraft(
         quantize(decoder, pair.draft_quantization),
@@ -209,7 +228,7 @@ def load_draft(
 def quantize(decoder: Decoder, quantization: str) -> Decoder:
     """A torch draft's decoder as the pair wants it, changed in place.
 
-    Raises PairError for what only a compiled draft has.
+    Raises PairError for what only a compiled draft has, and for int8 on a GPU.
     """
     if quantization not in CPU_DRAFTS:
         raise PairError(
@@ -217,7 +236,11 @@ def quantize(decoder: Decoder, quantization: str) -> Decoder:
             f"{', '.join(CPU_DRAFTS)}: compile it with `masw-build draft --quantization "
             f"{quantization}`"
         )
-    return decoder if quantization == "none" else to_int8(decoder)
+    if quantization == "none":
+        return decoder
+    if decoder.embed_tokens.weight.device.type != "cpu":
+        raise PairError("draft_quantization is 'int8', which runs on the CPU only: use 'none'")
+    return to_int8(decoder)
 
 
 def load_adaptor(directory: Path, decoder: Decoder, rule: MemoryRule) -> Adaptor:
@@ -238,7 +261,7 @@ def load_engine(directory: Path, rule: MemoryRule, max_sequences: int) -> DraftE
     adaptor = directory / "adaptor.safetensors"
     engine.check_use(
         base=read_header(adaptor).base if adaptor.is_file() else None,
-        tokenizer=file_sha256(directory / "target" / "tokenizer.json"),
+        tokenizer=tokens_sha256(directory / "target" / TOKENIZER),
     )
     if rule.interval and engine.adaptor != file_sha256(adaptor):
         raise PairError(

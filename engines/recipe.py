@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..plugins.slot_attention.rule import MemoryRule
+from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from . import architectures
 from .config import DecoderConfig
 
@@ -132,6 +132,13 @@ class Recipe(_Part):
         known = set(MemoryRule.__dataclass_fields__)
         if unknown := set(value) - known:
             raise ValueError(f"unknown {', '.join(sorted(unknown))}; known: {sorted(known)}")
+        for name, number in value.items():
+            if name != "visibility" and type(number) is not int:
+                raise ValueError(f"{name} is {number!r}; it must be an integer of 0 or more")
+        if value.get("visibility", SlotVisibility.EVICTED) not in list(SlotVisibility):
+            raise ValueError(
+                f"visibility is {value['visibility']!r}; use one of {', '.join(SlotVisibility)}"
+            )
         return MemoryRule(**value)
 
     @model_validator(mode="after")

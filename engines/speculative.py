@@ -38,6 +38,9 @@ TargetPort = Callable[[TargetCall], Awaitable[Verdict]]
 class LoopSettings:
     """Limits and granularity of the loop; lengths in tokens, times in seconds.
 
+    max_length: prompt + output. max_draft_tokens: the target engine's max_draft_len, or less.
+    max_seq_len: the engine's limit on input + output + draft tokens of one call, of which it keeps
+    max_draft_len back where there are no drafts; None for an engine of max_length.
     plain_tokens: tokens per target call without drafts, so of streaming and cancellation then.
     target_chunk: a long prefix reaches the target in calls of this many tokens (0: in one call).
     draft_retry: how long after its first failure a lost draft is tried again.
@@ -45,6 +48,7 @@ class LoopSettings:
     """
 
     max_length: int
+    max_seq_len: int | None = None
     max_draft_tokens: int = 16
     draft_tokens: int = 5
     draft_chunk: int = 512
@@ -63,6 +67,20 @@ class LoopSettings:
         for name in ("draft_chunk", "plain_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        needed = self.max_length + self.max_draft_tokens
+        if self.max_seq_len is not None and self.max_seq_len < needed:
+            raise ValueError(
+                f"max_seq_len is {self.max_seq_len}; max_length {self.max_length} + "
+                f"max_draft_tokens {self.max_draft_tokens} is {needed}: lower one of them, or "
+                "build the target for longer sequences"
+            )
+
+    def most_drafts(self, length: int) -> int:
+        """Draft tokens that fit in one target call after `length` committed ones.
+
+        γ drafts come with γ + 1 output tokens, and the target counts both.
+        """
+        return ((self.max_seq_len or self.max_length) - length - 1) // 2
 
 
 @dataclass(frozen=True)
@@ -276,7 +294,8 @@ class SpeculativeLoop:
 
     async def _propose(self, sequence: Sequence) -> Proposal:
         """The draft's proposal; empty where drafting is off, useless or not possible now."""
-        gamma = min(sequence.draft_length.value, sequence.remaining - 1)
+        fitting = self.settings.most_drafts(sequence.length)
+        gamma = min(sequence.draft_length.value, sequence.remaining - 1, fitting)
         if gamma < 1 or not self._may_draft(sequence):
             return Proposal()
         started = time.perf_counter()

@@ -16,11 +16,21 @@ from ..engines.messages import (
     Sampling,
     TargetCall,
     TargetError,
+    TargetUnavailable,
     Verdict,
 )
 from .wire import DRAFT_STATE, batched
 
 NO_END = -1
+TARGET_OUTPUTS = ["output_ids", "sequence_length"]
+# What the same call would meet again: a refusal, or a model whose process is gone.
+LASTING = (
+    "INVALID_ARGUMENT",
+    "healthy",
+    "unknown model",
+    "not ready",
+    "no available version",
+)
 
 
 class ModelPort:
@@ -78,20 +88,36 @@ class DraftModel:
 
 
 class TargetModel:
-    """The target port over `tensorrt_llm`, with the tensors of its C++ backend."""
+    """The target port over `tensorrt_llm`, with the tensors of its C++ backend.
 
-    def __init__(self, pb_utils: Any, end_ids: tuple[int, ...], model: str = "tensorrt_llm"):
+    own_end_ids: what the target ends at when a call names none; None: it is always told.
+    vocab: ids it may answer with.
+    """
+
+    def __init__(
+        self,
+        pb_utils: Any,
+        own_end_ids: tuple[int, ...] | None,
+        vocab: int,
+        model: str = "tensorrt_llm",
+    ):
         self._port = ModelPort(pb_utils, model)
-        self._own_end_ids = end_ids
+        self._own_end_ids, self._vocab = own_end_ids, vocab
 
     async def __call__(self, call: TargetCall) -> Verdict:
-        outputs, error = await self._port.call(
-            self._inputs(call), ["output_ids", "sequence_length"]
-        )
+        """The verdict. Raises TargetUnavailable for a failure that may pass, else TargetError."""
+        outputs, error = await self._port.call(self._inputs(call), TARGET_OUTPUTS)
         if error:
-            raise TargetError(f"the target failed: {error}")
-        length = int(outputs["sequence_length"][0])
-        return Verdict(tuple(outputs["output_ids"][0, :length].tolist()))
+            kind = TargetError if any(words in error for words in LASTING) else TargetUnavailable
+            raise kind(f"the target failed: {error}")
+        missing = [name for name in TARGET_OUTPUTS if name not in outputs]
+        if missing:
+            raise TargetUnavailable(f"the target answered without {', '.join(missing)}")
+        row, length = outputs["output_ids"][0], int(outputs["sequence_length"][0])
+        new_ids = _new_ids(row, length, call)
+        if len(new_ids) and not 0 <= new_ids.min() <= new_ids.max() < self._vocab:
+            raise TargetUnavailable(f"output_ids has an id outside 0 to {self._vocab - 1}")
+        return Verdict(tuple(new_ids.tolist()))
 
     def _inputs(self, call: TargetCall) -> dict[str, np.ndarray]:
         sampling, proposal = call.sampling, call.proposal
@@ -111,8 +137,27 @@ class TargetModel:
         if proposal.ids:
             inputs["draft_input_ids"] = batched(proposal.ids, np.int32)
         if proposal.logits is not None:
-            inputs["draft_logits"] = batched(proposal.logits.numpy(), np.float32)
+            logits = proposal.logits.numpy()
+            inputs["draft_logits"] = batched(logits, logits.dtype)
         return inputs
+
+
+def _new_ids(row: np.ndarray, length: int, call: TargetCall) -> np.ndarray:
+    """The new ids of an output row (n,) of which `length` count, the rest being padding.
+
+    More ids than were asked for begin with the prompt, or the row is no answer to this call.
+    """
+    if not 0 <= length <= len(row):
+        raise TargetError(f"sequence_length is {length}; output_ids has {len(row)} ids")
+    ids, prompt = row[:length], len(call.ids)
+    if length <= call.output_tokens:
+        return ids
+    if length > prompt + call.output_tokens or not np.array_equal(ids[:prompt], call.ids):
+        raise TargetError(
+            f"output_ids has {length} ids; request_output_len is {call.output_tokens}, and they "
+            f"are not the {prompt} of input_ids followed by as many"
+        )
+    return ids[prompt:]
 
 
 def sampling_of(values: dict[str, np.ndarray], prefix: str = "") -> Sampling:

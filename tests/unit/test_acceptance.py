@@ -6,12 +6,10 @@ rule gives, and each test shows that it would see the draft's distribution inste
 
 import asyncio
 from collections import Counter
-from itertools import product
 
 import pytest
 import torch
-from scipy.stats import chi2_contingency, chisquare
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from scipy.stats import chi2_contingency
 
 from masw.engines import speculative
 from masw.engines.acceptance import accept, adjust, draw, forbid_end, generator, next_token
@@ -24,11 +22,11 @@ from masw.engines.messages import (
     derive_seed,
 )
 from masw.engines.speculative import GenerationRequest, LoopSettings, SpeculativeLoop
+from tests.chance import LIKELY, SMALL, UNLIKELY, exact_joint, likelihood, warp
 from tests.pairs import Kind, build_pair, loop_settings, new_draft, new_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LIKELY, UNLIKELY = 1e-3, 1e-9
 VOCAB, TRIALS = 12, 5000
 SAMPLINGS = [
     Sampling(1.0),
@@ -43,36 +41,11 @@ def logits_of(seed, *shape, spread=1.5):
     return spread * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def likelihood(counts, probabilities) -> float:
-    """Chi-square p-value of counts by outcome; outcomes expected under 5 times are one cell."""
-    total = sum(counts.values())
-    impossible = [x for x, n in counts.items() if n and probabilities.get(x, 0) == 0]
-    assert not impossible, f"outcomes of probability 0: {impossible[:5]}"
-    cells = [(counts.get(x, 0), total * p) for x, p in probabilities.items() if p > 0]
-    rare = [cell for cell in cells if cell[1] < 5]
-    cells = [cell for cell in cells if cell[1] >= 5]
-    if rare:
-        cells.append(tuple(map(sum, zip(*rare, strict=True))))
-    if len(cells) < 2:
-        return 1.0
-    observed, expected = zip(*cells, strict=True)
-    scale = sum(observed) / sum(expected)
-    return chisquare(observed, [scale * x for x in expected]).pvalue
-
-
 def distribution(logits) -> dict[int, float]:
     return dict(enumerate(logits.double().softmax(-1).tolist()))
 
 
 # --- the rule alone -----------------------------------------------------------------------------
-
-
-def warp(logits, sampling):
-    """Hugging Face's warpers, in the order `generate` applies them."""
-    logits = TemperatureLogitsWarper(sampling.temperature)(None, logits)
-    if sampling.top_k:
-        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
-    return TopPLogitsWarper(sampling.top_p)(None, logits) if sampling.top_p < 1 else logits
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 3.0])
@@ -323,29 +296,13 @@ def test_a_replayed_seed_would_be_noticed(monkeypatch):
 
 # --- the whole line over tiny models ------------------------------------------------------------
 
-SMALL = {"vocab_size": 4, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 PROMPT = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
 def small_pair(tmp_path_factory):
     """A pair with a vocabulary of 4."""
-    return build_pair(tmp_path_factory.mktemp("small"), noise=0.3, **SMALL, **SPECIAL)
-
-
-def exact_joint(model, prompt, length, sampling) -> dict[tuple[int, ...], float]:
-    """The probability of every continuation, by Hugging Face's forward and warpers."""
-    texts = list(product(range(SMALL["vocab_size"]), repeat=length))
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *text] for text in texts])).logits
-    start = len(prompt) - 1
-    steps = [warp(logits[:, start + i].double(), sampling).softmax(-1) for i in range(length)]
-    rows = range(len(texts))
-    chosen = [
-        step[rows, ids] for step, ids in zip(steps, torch.tensor(texts).T.tolist(), strict=True)
-    ]
-    return dict(zip(texts, torch.stack(chosen).prod(0).tolist(), strict=True))
+    return build_pair(tmp_path_factory.mktemp("small"), noise=0.3, **SMALL)
 
 
 def texts_of(pair, draft, requests, batch=32):

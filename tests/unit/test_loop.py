@@ -191,6 +191,21 @@ def test_draft_length_is_clipped_near_the_end(max_tokens):
     assert all(len(call.proposal.ids) < max_tokens for call in target.calls)
 
 
+@pytest.mark.parametrize(("spare", "longest"), [(None, 1), (16, 3)])
+def test_draft_length_is_clipped_near_the_targets_longest_sequence(spare, longest):
+    """Input, output (one more than the drafts) and drafts fit in what the engine was built for."""
+    limit, target = len(PROMPT) + 30, FakeTarget(lambda number, call, ids: ids[:1])
+    built = limit + (spare or 0)
+    settings = {"max_length": limit, "max_seq_len": built if spare else None}
+    parts, _ = run_fake(FakeDraft(), target, **settings)
+    assert joined(parts) == following(PROMPT, 30)
+    for call in target.calls:
+        drafts = len(call.proposal.ids)
+        assert len(call.ids) + call.output_tokens + drafts <= built
+    (last,) = [call for call in target.calls if len(call.ids) == limit - 4]
+    assert len(last.proposal.ids) == longest
+
+
 def test_adaptive_draft_length_follows_acceptance():
     def gammas(right):
         draft = FakeDraft(right)
@@ -551,7 +566,13 @@ def test_the_longest_request_is_served():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"draft_tokens": 17}, {"draft_tokens": -1}, {"draft_chunk": 0}, {"plain_tokens": 0}],
+    [
+        {"draft_tokens": 17},
+        {"draft_tokens": -1},
+        {"draft_chunk": 0},
+        {"plain_tokens": 0},
+        {"max_seq_len": MAX_LENGTH + 15},
+    ],
     ids=str,
 )
 def test_bad_settings_are_refused_at_construction(fields):

@@ -118,6 +118,7 @@ def test_a_model_without_code_is_named(config, tmp_path):
         ("draft_tokens", -1),
         ("draft_tokens", 2.5),
         ("draft_mode", "medusa"),
+        ("target_mode", "friendly"),
         ("max_sequences", 0),
         ("max_sequences", True),
         ("max_waiting", -1),

@@ -39,6 +39,7 @@ from masw.engines.memory import SlotMemory
 from masw.engines.messages import DraftCall, DraftStateError, Sampling
 from masw.engines.pair import DraftMode, Pair, PairError, load_draft
 from masw.engines.tensorrt_draft import TensorRTDraft
+from masw.engines.tokens import tokens_sha256
 from masw.plugins.slot_attention.block import Block
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.arithmetic_executor import ArithmeticExecutor
@@ -243,7 +244,8 @@ def folder(model_dir, tmp_path, decoder):
     (tmp_path / "target").mkdir()
     for path in target.iterdir():
         (tmp_path / "target" / path.name).symlink_to(path)
-    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    vocab = {"model": {"vocab": {"a": 0, "b": 1}}}
+    (tmp_path / "target" / "tokenizer.json").write_text(json.dumps(vocab))
     own = decoder("llama")
     header = AdaptorConfig(own.fingerprint(), 16, 16, 4)
     own.copy_adaptor(header).save(tmp_path / "adaptor.safetensors")
@@ -255,7 +257,7 @@ def folder(model_dir, tmp_path, decoder):
         Builder("tensorrt_rtx", "1.7", "native"),
         own.fingerprint(),
         file_sha256(tmp_path / "adaptor.safetensors"),
-        file_sha256(tmp_path / "target" / "tokenizer.json"),
+        tokens_sha256(tmp_path / "target" / "tokenizer.json"),
     )
     (tmp_path / "draft").mkdir()
     engine.write(tmp_path / "draft")

@@ -1,5 +1,6 @@
 """masw_draft: proposes tokens for many sequences, one call each per iteration."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,26 @@ class TritonPythonModel:
         config = wire.settings(args)
         if config.engine_threads:
             torch.set_num_threads(config.engine_threads)
-        self.cores = Cores(Path(args["model_repository"]).parent)
+        device = self._device(args)
+        self.turn = nullcontext()  # on a GPU nobody else waits for the cores
+        if device == "cpu":
+            self.turn = Cores(Path(args["model_repository"]).parent)
         self.draft = None
         if config.draft_mode != DraftMode.NONE:
-            self.draft = load_draft(Path(config.recipe), config.draft_mode, config.max_sequences)
+            self.draft = load_draft(
+                Path(config.recipe),
+                config.draft_mode,
+                config.max_sequences,
+                device=device,
+            )
+
+    def _device(self, args):
+        """The device of the model's instance group, made the current one."""
+        if args["model_instance_kind"] != "GPU":
+            return "cpu"
+        device = torch.device("cuda", int(args["model_instance_device_id"]))
+        torch.cuda.set_device(device)
+        return device
 
     def execute(self, requests):
         responses = [self._proposal((), None)] * len(requests)
@@ -40,7 +57,7 @@ class TritonPythonModel:
     def _propose(self, calls):
         if not calls:  # canaries only
             return []
-        with self.cores:
+        with self.turn:
             return self.draft.propose(calls)
 
     def _respond(self, answer):

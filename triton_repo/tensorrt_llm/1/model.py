@@ -7,7 +7,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from masw.engines.messages import InvalidRequest
-from masw.engines.pair import load_target
+from masw.engines.pair import load_hostile_target, load_target
 from masw.triton_repo import wire
 from masw.triton_repo.cores import Cores
 from masw.triton_repo.ports import target_call
@@ -21,10 +21,12 @@ class TritonPythonModel:
         if config.engine_threads:
             torch.set_num_threads(config.engine_threads)
         self.cores = Cores(Path(args["model_repository"]).parent)
-        self.target = load_target(Path(config.recipe), config.max_sequences)
+        self.hostile = config.target_mode == "hostile"
+        load = load_hostile_target if self.hostile else load_target
+        self.target = load(Path(config.recipe), config.max_sequences)
 
     def execute(self, requests):
-        responses, places, calls, prompts = [None] * len(requests), [], [], []
+        responses, places, calls, excluded = [None] * len(requests), [], [], []
         for place, request in enumerate(requests):
             if wire.is_canary(request):
                 responses[place] = self._verdict(())
@@ -36,22 +38,23 @@ class TritonPythonModel:
                 responses[place] = wire.failure(pb_utils, error)
                 continue
             places.append(place)
-            excluded = values.get("exclude_input_in_output", [True])[0]
-            prompts.append(() if excluded else values["input_ids"].tolist())
+            excluded.append(values.get("exclude_input_in_output", [True])[0])
         with self.cores:
             answers = self.target.verify(calls)
-        for place, prompt, answer in zip(places, prompts, answers, strict=True):
-            responses[place] = self._respond(prompt, answer)
+        for place, *answered in zip(places, calls, excluded, answers, strict=True):
+            responses[place] = self._respond(*answered)
         return responses
 
-    def _respond(self, prompt, answer):
+    def _respond(self, call, excluded, answer):
         if isinstance(answer, Exception):
             return wire.failure(pb_utils, answer)
-        return self._verdict((*prompt, *answer.ids))
+        if self.hostile:
+            return self._verdict(*self.target.lay_out(call.ids, answer.ids))
+        return self._verdict(answer.ids if excluded else (*call.ids.tolist(), *answer.ids))
 
-    def _verdict(self, ids):
+    def _verdict(self, ids, length=None):
         outputs = {
             "output_ids": np.array([[ids]], np.int32),
-            "sequence_length": np.array([[len(ids)]], np.int32),
+            "sequence_length": np.array([[len(ids) if length is None else length]], np.int32),
         }
         return wire.response(pb_utils, outputs)

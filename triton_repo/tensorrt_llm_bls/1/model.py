@@ -14,8 +14,9 @@ from masw.engines.speculative import SpeculativeLoop
 from masw.engines.text import TextCodec
 from masw.triton_repo import wire
 from masw.triton_repo.metrics import Metrics
-from masw.triton_repo.ports import DraftModel, TargetModel
+from masw.triton_repo.ports import DraftModel
 from masw.triton_repo.service import Service, ServiceLimits
+from masw.triton_repo.targets import target_port
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -33,7 +34,7 @@ class TritonPythonModel:
         settings = pair.loop_settings(config.draft_mode, draft_tokens=config.draft_tokens)
         draft = None if config.draft_mode == "none" else DraftModel(pb_utils)
         self.service = Service(
-            SpeculativeLoop(TargetModel(pb_utils, target.eos_ids), draft, settings),
+            SpeculativeLoop(target_port(pb_utils, config.target_mode, target), draft, settings),
             TextCodec(folder / "target"),
             Metrics(pb_utils, settings.max_draft_tokens),
             ServiceLimits(config.max_sequences, config.max_waiting, config.time_limit),

@@ -1,0 +1,1 @@
+"""What must hold before a deployment starts: one family of checks per file."""

@@ -1,0 +1,64 @@
+"""What `masw-build repository` wrote: the pair folder and the model repository."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from google.protobuf import text_format
+
+from ...engines.pair import Pair, PairError
+from ...engines.recipe import Lane
+from ...engines.recipes import EMBEDDED
+from ..deployment import pair_folder, repository_config
+from ..pair_folder import missing_parts
+from ..repository import RepositoryConfig, model_configs, read_model_config
+from .finding import Finding, failed, judged, ok, unknown
+from .subject import Subject
+
+
+def layout_findings(subject: Subject) -> list[Finding]:
+    """The pair; for the gpu lane the repository too, which `masw-serve` writes for the other."""
+    pair = _pair(subject)
+    return [pair] if subject.recipe.lane == Lane.CPU else [pair, _repository(subject)]
+
+
+def _pair(subject: Subject) -> Finding:
+    name, folder = "pair", pair_folder(subject.recipe, subject.places)
+    write = subject.command("repository")
+    if not (folder / "pair.json").is_file():
+        if subject.recipe.name == EMBEDDED:
+            return unknown(name, f"{folder} is made by masw-serve on its first start")
+        return failed(name, f"{folder} has no pair.json", f"write it: {write}")
+    try:
+        stated = Pair.load(folder)
+    except PairError as error:
+        return failed(name, str(error), f"write it again: {write}")
+    if stated != Pair.of(subject.recipe):
+        return failed(name, f"{folder} states {stated}", f"write it for this recipe: {write}")
+    missing = missing_parts(folder)
+    found = f"{folder} lacks {', '.join(missing)}" if missing else f"{folder} is whole"
+    return judged(name, not missing, found, "make what the lines about its parts name")
+
+
+def _repository(subject: Subject) -> Finding:
+    """Whether every model's configuration is what the recipe says today, streaming or not."""
+    name, folder = "repository", subject.places.repository
+    config = repository_config(subject.recipe, subject.places)
+    differing = _differing(folder, config)
+    if not differing or not _differing(folder, replace(config, decoupled=not config.decoupled)):
+        return ok(name, f"{folder}: all models as the recipe says")
+    found = f"{folder}: {', '.join(differing)} absent or not as the recipe says"
+    return failed(name, found, f"write it: {subject.command('repository')}")
+
+
+def _differing(folder: Path, config: RepositoryConfig) -> list[str]:
+    wanted = model_configs(config)
+    return [model for model, message in wanted.items() if _written(folder, model) != message]
+
+
+def _written(folder: Path, model: str) -> object:
+    try:
+        return read_model_config(folder / model / "config.pbtxt")
+    except (OSError, text_format.ParseError):
+        return None

@@ -1,0 +1,27 @@
+"""What a preflight is about: a recipe, its files, the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...engines.recipe import Places, Recipe
+from .machine import Machine
+
+
+@dataclass(frozen=True)
+class Subject:
+    """gpu_memory: GiB of each device, where the machine has none to ask."""
+
+    recipe: Recipe
+    places: Places
+    machine: Machine
+    gpu_memory: float | None = None
+    recipe_name: str = ""
+
+    def __post_init__(self):
+        if self.gpu_memory is not None and not self.gpu_memory > 0:
+            raise ValueError(f"gpu_memory is {self.gpu_memory}; give GiB above 0")
+
+    def command(self, name: str) -> str:
+        """A command of `masw-build` for this recipe."""
+        return f"masw-build {name} {self.recipe_name or self.recipe.name} --root {self.places.root}"

@@ -1,0 +1,64 @@
+"""A recipe laid out for Triton: its pair folder and its model repository."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..engines.recipe import Lane, Places, Recipe
+from ..engines.recipes import EMBEDDED
+from .pair_folder import missing_parts, write_recipe_pair
+from .repository import RepositoryConfig, write_repository
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What was written. missing: files the repository refers to that are not there yet."""
+
+    repository: Path
+    pair: Path
+    changed: tuple[Path, ...]
+    missing: tuple[Path, ...]
+
+
+def pair_folder(recipe: Recipe, places: Places) -> Path:
+    """Where the models of a recipe find their pair."""
+    if recipe.name == EMBEDDED:
+        from .checkpoint import pair_place
+
+        return pair_place(recipe)
+    return places.pair
+
+
+def repository_config(recipe: Recipe, places: Places) -> RepositoryConfig:
+    """The configuration of a recipe's repository."""
+    return RepositoryConfig.of(recipe, pair_folder(recipe, places), places)
+
+
+def lay_out(
+    recipe: Recipe, places: Places, out: Path | None = None, decoupled: bool | None = None
+) -> Layout:
+    """Writes the repository to `out` (the recipe's place when None) and, gpu lane, the pair.
+
+    decoupled: instead of the recipe's own. The embedded pair is prepared if it is not yet.
+    """
+    config = repository_config(recipe, places)
+    if decoupled is not None:
+        config = replace(config, decoupled=decoupled)
+    if recipe.lane == Lane.GPU:
+        write_recipe_pair(recipe, places)
+    elif recipe.name == EMBEDDED:
+        from .checkpoint import prepare_embedded_pair
+
+        prepare_embedded_pair()
+    out = out or places.repository
+    changed = write_repository(config, out)
+    return Layout(out, Path(config.recipe), tuple(changed), _missing(config))
+
+
+def _missing(config: RepositoryConfig) -> tuple[Path, ...]:
+    pair = Path(config.recipe)
+    missing = [pair / name for name in missing_parts(pair)]
+    if config.target is not None and not (Path(config.target.engine) / "config.json").is_file():
+        missing.append(Path(config.target.engine))
+    return tuple(missing)
