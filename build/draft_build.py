@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +19,13 @@ from ..engines.decoder import Decoder
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
 from ..engines.tensorrt_module import load_tensorrt
 from ..engines.tokens import TOKENIZER, tokens_sha256
-from .bench.record import machine, versions, without_folder
+from .bench.texts import MANUAL
+from .calibration import Calibration
 from .draft_plan import DraftPlan
 from .network.attention import plugin_attention
 from .network.draft import DraftNetwork, draft_network
+from .network.quantized import QuantizedLinear
+from .output_folder import staged, write_provenance
 
 Say = Callable[[str], None]
 TIMING_CACHE = "timing.cache"
@@ -34,7 +34,10 @@ PLUGIN, NATIVE = "plugin", "native"  # the attention of an engine
 
 @dataclass(frozen=True)
 class DraftBuild:
-    """What is built of what, and with which module of TensorRT."""
+    """What is built of what, and with which module of TensorRT.
+
+    calibration: text for a quantised draft; None: Python's own manual.
+    """
 
     plan: DraftPlan
     model: Path
@@ -42,6 +45,7 @@ class DraftBuild:
     adaptor: Path | None = None
     module: str = "tensorrt"
     attention: str = "plugin"
+    calibration: Calibration | None = None
 
     def __post_init__(self):
         if self.attention not in (PLUGIN, NATIVE):
@@ -55,6 +59,11 @@ class DraftBuild:
             raise ValueError(f"{self.model} is no model folder: it has no config.json")
         if self.adaptor is not None and not self.adaptor.is_file():
             raise ValueError(f"adaptor {self.adaptor} does not exist")
+        if self.plan.scheme is not None and not (self.model / TOKENIZER).is_file():
+            raise ValueError(
+                f"{self.model} has no {TOKENIZER}, which --quantization "
+                f"{self.plan.quantization} needs for its calibration text"
+            )
         if self.out.exists() and any(self.out.iterdir()):
             raise ValueError(f"{self.out} is not empty; give another --out or remove it")
 
@@ -67,6 +76,9 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
     """
     trt = load_tensorrt(build.module)
     capability = _check_device(build)
+    if build.plan.scheme is not None:
+        build.plan.scheme.check_module(trt)
+        build.plan.scheme.check_device(capability)
     say("reading weights")
     decoder = Decoder.load(build.model, dtype=None)  # the network converts
     base = decoder.fingerprint()
@@ -74,7 +86,7 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
     if build.adaptor is not None:
         adaptor = Adaptor.load(build.adaptor, decoder.config, base)
     started = datetime.now(UTC)
-    network = _describe(trt, build, decoder, adaptor, say)
+    network = _describe(trt, build, decoder, adaptor, _quantize(build, say), say)
     plan_bytes = _serialize(trt, network, build.out.parent, say)
     engine = DraftEngine(
         model=build.plan.model,
@@ -84,17 +96,13 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
         base=base,
         adaptor=file_sha256(build.adaptor),
         tokenizer=tokens_sha256(build.model / TOKENIZER),
+        quantization=build.plan.quantization,
     )
-    build.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build.out.parent, prefix=f".{build.out.name}.") as scratch:
-        stage = Path(scratch) / build.out.name
-        stage.mkdir()
+    facts = {} if build.plan.scheme is None else {"calibration": _text(build)}
+    with staged(build.out) as stage:
         (stage / ENGINE).write_bytes(plan_bytes)
         engine.write(stage)
-        _write_provenance(stage, started, len(plan_bytes))
-        if build.out.exists():
-            build.out.rmdir()
-        stage.rename(build.out)
+        write_provenance(stage, started, engine_bytes=len(plan_bytes), **facts)
     return build.out
 
 
@@ -112,13 +120,33 @@ def _check_device(build: DraftBuild) -> str | None:
     return ".".join(map(str, torch.cuda.get_device_capability()))
 
 
+def _quantize(build: DraftBuild, say: Say) -> dict[str, QuantizedLinear]:
+    plan = build.plan
+    if plan.scheme is None:
+        return {}
+    from .draft_quantizer import quantize_draft
+
+    name = MANUAL if build.calibration is None else build.calibration.file.name
+    say(f"calibrating {plan.quantization} on {name}")
+    return quantize_draft(build.model, plan.scheme, plan.io.dtype, build.calibration, say)
+
+
+def _text(build: DraftBuild) -> str | dict[str, Any]:
+    return MANUAL if build.calibration is None else build.calibration.as_dict()
+
+
 def _describe(
-    trt: ModuleType, build: DraftBuild, decoder: Decoder, adaptor: Adaptor | None, say: Say
+    trt: ModuleType,
+    build: DraftBuild,
+    decoder: Decoder,
+    adaptor: Adaptor | None,
+    quantized: dict[str, QuantizedLinear],
+    say: Say,
 ) -> DraftNetwork:
     say("describing the network")
     attention = None if build.attention == NATIVE else plugin_attention(_plugin_device())
     logger = trt.Logger(trt.Logger.WARNING)
-    return draft_network(trt, logger, build.plan.io, decoder, adaptor, attention)
+    return draft_network(trt, logger, build.plan.io, decoder, adaptor, attention, quantized)
 
 
 def _plugin_device() -> Any:
@@ -176,15 +204,3 @@ def _progress(trt: ModuleType) -> Iterator[Any]:
                 bars.remove_task(self.tasks.pop(phase_name))
 
         yield Monitor()
-
-
-def _write_provenance(stage: Path, started: datetime, size: int) -> None:
-    record = {
-        "command": " ".join(["masw-build", *map(without_folder, sys.argv[1:])]),
-        "started": started.isoformat(timespec="seconds"),
-        "seconds": round((datetime.now(UTC) - started).total_seconds(), 1),
-        "engine_bytes": size,
-        "machine": machine(),
-        "versions": versions(),
-    }
-    (stage / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")

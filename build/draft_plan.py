@@ -11,6 +11,7 @@ from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO, IoTensor, Profile
 from ..plugins.slot_attention.rule import MemoryRule
 from .bench.record import new_card
+from .draft_scheme import NONE, Scheme, find_scheme, linear_shapes
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONTAINER = "tritonserver:26.04-trtllm-python-py3"
@@ -35,19 +36,28 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft engine to be built: architecture, sizes, and the largest γ."""
+    """A draft engine to be built: architecture, sizes, the largest γ, and the quantisation of its
+    linear layers ("none", "fp8" or "int4_awq")."""
 
     model: DecoderConfig
     io: DraftIO
     draft_tokens: int = 5
+    quantization: str = NONE
 
     def __post_init__(self):
+        if self.scheme is not None:
+            self.scheme.check_model(self.model)
         limit = self.io.rule.rollback
         if not 1 <= self.draft_tokens <= limit:
             raise ValueError(
                 f"draft_tokens is {self.draft_tokens}; the rollback window R = {limit} allows 1 "
                 f"to {limit}: lower --draft-tokens or raise --rollback"
             )
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """How linear layers are quantised; None: not at all."""
+        return find_scheme(self.quantization)
 
     @property
     def weight_count(self) -> int:
@@ -63,8 +73,13 @@ class DraftPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in the engine's dtype."""
-        return self.weight_count * BYTES[self.io.dtype]
+        """Bytes of all weights; quantised ones with their scales, the others in io's dtype."""
+        itemsize = BYTES[self.io.dtype]
+        if self.scheme is None:
+            return self.weight_count * itemsize
+        linear = self.model.layers * sum(a * b for a, b in linear_shapes(self.model))
+        quantized = self.scheme.linear_bytes(self.model, itemsize)
+        return (self.weight_count - linear) * itemsize + quantized
 
     @property
     def memory_bytes(self) -> int:
@@ -109,6 +124,7 @@ class DraftPlan:
         """The plan for machines."""
         return {
             "weights": self.weight_count,
+            "quantization": self.quantization,
             "weight_bytes": self.weight_bytes,
             "memory_bytes": self.memory_bytes,
             "activation_bytes": self.activation_bytes,
@@ -168,8 +184,9 @@ def memory_card(plan: DraftPlan) -> Table:
 
 def summary(plan: DraftPlan) -> str:
     """One line: what the device must hold."""
+    kind = "" if plan.scheme is None else f" ({plan.quantization})"
     return (
-        f"device memory: weights {plan.weight_bytes / GIB:.2f} + slot memory of "
+        f"device memory: weights {plan.weight_bytes / GIB:.2f}{kind} + slot memory of "
         f"{plan.io.max_sequences} sequences of {plan.io.max_length:,} tokens "
         f"{plan.memory_bytes / GIB:.2f} + activations about {plan.activation_bytes / GIB:.2f} "
         f"= {plan.total_bytes / GIB:.2f} GiB"

@@ -31,6 +31,10 @@ Recipe = Annotated[str, typer.Option(help="'embedded' or the path of a prepared 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the JSON object to this file as well.")
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(help="Of the draft: none or int8.", show_default="what the pair states"),
+]
 Threads = Annotated[int, typer.Option(help="Compute threads; 0 = torch's own choice.")]
 Documents = Annotated[
     Path | None,
@@ -90,6 +94,7 @@ def draft_step(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; cuda needs --shape.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of random weights.")] = "bfloat16",
+    draft_quantization: Quantization = None,
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -104,9 +109,11 @@ def draft_step(
         with usage():
             if device != "cpu" and shape is None:
                 raise ValueError("--device cuda measures random weights; give --shape")
+            if draft_quantization is not None and shape is not None:
+                raise ValueError("--draft-quantization is for a recipe's draft, not for --shape")
             settings = bench.StepSettings(numbers(prefixes), numbers(interval), rounds, steps)
         if shape is None:
-            decoders, ids, common, settings = _recipe_steps(recipe, settings)
+            decoders, ids, common, settings = _recipe_steps(recipe, settings, draft_quantization)
         else:
             decoders, ids, common = _random_steps(shape, device, dtype, settings)
         with progress(bench.ticks(settings)) as tick:
@@ -162,6 +169,7 @@ def speedup(
         str, typer.Option(help="Draft modes, separated by commas.")
     ] = "slots,full,window,none,window-equal",
     pairs: Annotated[int, typer.Option(help="Repeats of the plain loop's overhead.")] = 7,
+    draft_quantization: Quantization = None,
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -182,12 +190,14 @@ def speedup(
         codec = TextCodec(folder / "target")
         texts = {n: build_prompts(codec, documents, n, prompts) for n in settings.prefixes}
         _use(threads)
-        models = bench.Bench.load(folder)
+        models = bench.Bench.load(folder, draft_quantization)
         with progress(bench.ticks(settings) + 1) as tick:
             rows = bench.measure_speed(models, texts, settings, tick)
             first = next(iter(texts.values()))[0]
             overhead = bench.measure_plain(models, first, settings, tick)
-        record = bench.speed_record(rows, overhead, settings, _common(folder, recipe, documents))
+        quantization = {"draft_quantization": models.pair.draft_quantization}
+        common = _common(folder, recipe, documents) | quantization
+        record = bench.speed_record(rows, overhead, settings, common)
         emit(record, bench.speed_card(record), json_file)
     if not record.ratios["equal"]:
         raise typer.Exit(3)
@@ -245,10 +255,10 @@ def _use(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _recipe_steps(recipe: str, settings):
+def _recipe_steps(recipe: str, settings, quantization: str | None):
     """Decoders, tokens, what the record states, and settings with the pair's chunk and memory."""
     from ..engines.decoder import Decoder
-    from ..engines.pair import DTYPES, Pair
+    from ..engines.pair import DTYPES, Pair, quantize
     from ..engines.text import TextCodec
     from .bench.draft_step import Decoders
     from .bench.texts import plain_ids
@@ -259,7 +269,12 @@ def _recipe_steps(recipe: str, settings):
     with usage():
         settings = replace(settings, chunk=pair.chunk, memory=pair.memory)
     ids = plain_ids(TextCodec(folder / "draft"), max(settings.prefixes))
-    return Decoders(decoder, decoder), ids, _common(folder, recipe, None), settings
+    decoders = Decoders(decoder, decoder)
+    for rule in settings.rules(pair.max_length).values():
+        decoders.adaptor(rule)  # a copy of float projections, as long as there are some
+    kind = quantization or pair.draft_quantization
+    quantize(decoder, kind)
+    return decoders, ids, _common(folder, recipe, None) | {"draft_quantization": kind}, settings
 
 
 def _random_steps(shape: str, device: str, dtype: str, settings):

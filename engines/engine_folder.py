@@ -43,6 +43,7 @@ class DraftEngine:
     """Everything config.json states. draft_tokens: the largest γ; base, adaptor: fingerprints.
 
     tokenizer: fingerprint of the tokens (tokens.py), so that a pair with others is refused.
+    quantization: of the backbone's linear layers, "none" where an older folder does not say.
     """
 
     model: DecoderConfig
@@ -52,6 +53,7 @@ class DraftEngine:
     base: str
     adaptor: str | None = None
     tokenizer: str | None = None
+    quantization: str = "none"
 
     def __post_init__(self):
         limit = self.io.rule.rollback

@@ -1,6 +1,6 @@
 """A prepared pair of target and draft: one folder from which every engine loads.
 
-pair.json             format, dtype, memory rule and limits
+pair.json             format, dtype, quantisation of the draft, memory rule and limits
 target/  draft/       Hugging Face folders (links; the same one for a model drafting itself);
                       draft/ may be a compiled draft (engine_folder.py) instead, and target/ a
                       TensorRT-LLM engine (trtllm_folder.py) with the generation_config.json
@@ -25,7 +25,8 @@ from .draft import TorchDraft
 from .engine_folder import DraftEngine, file_sha256, is_engine_folder
 from .executor import TensorRTExecutor
 from .hostile_target import Habits, HostileTarget
-from .recipe import Recipe
+from .int8 import to_int8
+from .recipe import CPU_DRAFTS, GPU_DRAFTS, Recipe
 from .speculative import LoopSettings
 from .target import TorchTarget
 from .tensorrt_draft import TensorRTDraft
@@ -36,6 +37,7 @@ from .trtllm_target import TrtllmTarget
 FORMAT = "masw-pair-1"
 DOOMED_ID = 0  # of the hostile target: the first id of a prompt that it never answers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTIZATIONS = tuple(dict.fromkeys(CPU_DRAFTS + GPU_DRAFTS))  # of the draft, in both lanes
 
 
 class DraftMode(StrEnum):
@@ -53,7 +55,10 @@ class PairError(ValueError):
 
 @dataclass(frozen=True)
 class Pair:
-    """What target and draft have in common. Lengths in tokens; memory as in `MemoryRule`."""
+    """What target and draft have in common. Lengths in tokens; memory as in `MemoryRule`.
+
+    draft_quantization: "none", "int8" (torch draft) or that of the compiled draft.
+    """
 
     dtype: str = "float32"
     memory: MemoryRule = field(default_factory=MemoryRule)
@@ -61,10 +66,16 @@ class Pair:
     max_draft_tokens: int = 16
     draft_tokens: int = 5
     chunk: int = 512
+    draft_quantization: str = "none"
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise PairError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
+        if self.draft_quantization not in QUANTIZATIONS:
+            raise PairError(
+                f"draft_quantization is {self.draft_quantization!r}; use one of "
+                f"{', '.join(QUANTIZATIONS)}"
+            )
         if self.max_draft_tokens > self.memory.rollback:
             raise PairError(
                 f"max_draft_tokens is {self.max_draft_tokens}; the rollback window allows "
@@ -82,6 +93,7 @@ class Pair:
             max_draft_tokens=limits.max_draft_tokens,
             draft_tokens=limits.draft_tokens,
             chunk=limits.chunk,
+            draft_quantization=recipe.draft.quantization,
         )
 
     def rule(self, mode: DraftMode, window: int | None = None) -> MemoryRule | None:
@@ -201,15 +213,34 @@ def load_draft(
         limits = {"max_length": pair.max_length, "max_draft_tokens": pair.max_draft_tokens}
         return TensorRTDraft(engine, executor, **limits)
     decoder = Decoder.load(directory / "draft", DTYPES[pair.dtype], device)
+    adaptor = load_adaptor(directory, decoder, rule) if rule.interval else None
     return TorchDraft(
-        decoder,
+        quantize(decoder, pair.draft_quantization),
         rule,
-        load_adaptor(directory, decoder, rule) if rule.interval else None,
+        adaptor,
         max_sequences=max_sequences,
         max_length=pair.max_length,
         max_draft_tokens=pair.max_draft_tokens,
         chunk=pair.chunk,
     )
+
+
+def quantize(decoder: Decoder, quantization: str) -> Decoder:
+    """A torch draft's decoder as the pair wants it, changed in place.
+
+    Raises PairError for what only a compiled draft has, and for int8 on a GPU.
+    """
+    if quantization not in CPU_DRAFTS:
+        raise PairError(
+            f"draft_quantization is {quantization!r}; a torch draft has one of "
+            f"{', '.join(CPU_DRAFTS)}: compile it with `masw-build draft --quantization "
+            f"{quantization}`"
+        )
+    if quantization == "none":
+        return decoder
+    if decoder.embed_tokens.weight.device.type != "cpu":
+        raise PairError("draft_quantization is 'int8', which runs on the CPU only: use 'none'")
+    return to_int8(decoder)
 
 
 def load_adaptor(directory: Path, decoder: Decoder, rule: MemoryRule) -> Adaptor:
@@ -236,6 +267,12 @@ def load_engine(directory: Path, rule: MemoryRule, max_sequences: int) -> DraftE
         raise PairError(
             f"the engine was built with another adaptor than {adaptor}; build it again with "
             "`masw-build draft --adaptor`"
+        )
+    if engine.quantization != pair.draft_quantization:
+        raise PairError(
+            f"draft_quantization is {pair.draft_quantization!r}; the engine was built with "
+            f"{engine.quantization!r}: build it again with `masw-build draft --quantization "
+            f"{pair.draft_quantization}`"
         )
     if engine.io.rule != rule:
         raise PairError(

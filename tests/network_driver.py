@@ -23,7 +23,9 @@ def assert_near(found, expected, tolerance, relative=False):
 class NetworkDriver:
     """One memory, the decoder that continues it, and the decoder's network."""
 
-    def __init__(self, trt, pair, rule, rows=3, max_length=160, attention=None, **sizes):
+    def __init__(
+        self, trt, pair, rule, rows=3, max_length=160, attention=None, quantized=None, **sizes
+    ):
         self.decoder, self.adaptor = pair
         dtype = self.decoder.embed_tokens.weight.dtype
         self.half, self.tolerance = dtype == torch.float16, TOLERANCE[dtype]
@@ -36,8 +38,9 @@ class NetworkDriver:
             dtype=str(dtype).removeprefix("torch."),
             **{"chunk": 64, "logits": True} | sizes,
         )
+        logger = trt.Logger(trt.Logger.ERROR)
         self.made = draft_network(
-            trt, trt.Logger(trt.Logger.ERROR), self.io, self.decoder, self.adaptor, attention
+            trt, logger, self.io, self.decoder, self.adaptor, attention, quantized
         )
         self.interpreter = NetworkInterpreter(trt, self.made.network)
 

@@ -7,6 +7,8 @@ the draft does not use are refused by name.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ TYPES = {
     "INT32": torch.int32,
     "INT64": torch.int64,
     "BOOL": torch.bool,
+    "FP8": torch.float8_e4m3fn,
+    "INT4": torch.int8,  # unpacked
 }
 ELEMENTWISE = {
     "SUM": torch.add,
@@ -120,6 +124,9 @@ class NetworkInterpreter:
     # --- one method per layer type: (layer, inputs ...) -> outputs
 
     def _constant(self, layer):
+        kind = layer.get_output(0).dtype.name
+        if kind in ("FP8", "INT4"):  # TensorRT's Python module has no array for these
+            return _read_constant(layer.weights, kind).view(tuple(layer.shape))
         return torch.from_numpy(layer.weights.copy()).view(tuple(layer.shape))
 
     def _elementwise(self, layer, x, y):
@@ -170,6 +177,22 @@ class NetworkInterpreter:
         assert len({x.dtype for x in tensors}) == 1
         return torch.cat(tensors, layer.axis)
 
+    def _quantize(self, layer, x, scale):
+        """FP8 with one scale: the nearest number of x / scale, the largest where it is beyond."""
+        assert layer.get_output(0).dtype.name == "FP8" and scale.dim() == 0
+        assert x.dtype == scale.dtype
+        return (x.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    def _dequantize(self, layer, x, scale):
+        """x * scale; the scale is one, or one for each block along one axis."""
+        assert scale.dtype == TYPES[layer.get_output(0).dtype.name]
+        if scale.dim():
+            times = [a // b for a, b in zip(x.shape, scale.shape, strict=True)]
+            assert sum(n > 1 for n in times) == 1 and max(times) in (64, 128)
+            for axis, n in enumerate(times):
+                scale = scale.repeat_interleave(n, axis)
+        return (x.float() * scale.float()).to(scale.dtype)
+
     def _shape(self, layer, x):
         return torch.tensor(x.shape)
 
@@ -200,6 +223,21 @@ class NetworkInterpreter:
 
     def _attention_output(self, layer, x):
         return x
+
+
+def _read_constant(weights, kind: str) -> Tensor:
+    """Elements of a `Weights`, read from the C++ struct {type, values, count} that it wraps.
+
+    Two INT4 elements share a byte, the first in the low half.
+    """
+    struct = ctypes.c_void_p.from_address(id(weights) + 16).value  # behind CPython's object head
+    values = ctypes.c_void_p.from_address(struct + 8).value
+    size = weights.size if kind == "FP8" else weights.size // 2
+    data = torch.frombuffer(bytearray(ctypes.string_at(values, size)), dtype=torch.uint8)
+    if kind == "FP8":
+        return data.view(torch.float8_e4m3fn)
+    nibbles = torch.stack([data & 0xF, data >> 4], -1).flatten().to(torch.int8)
+    return torch.where(nibbles > 7, nibbles - 16, nibbles)
 
 
 def _inputs(layer) -> list:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ...engines.adaptor import Adaptor
 from ...engines.decoder import Decoder
 from ...engines.draft import TorchDraft
-from ...engines.pair import DTYPES, DraftMode, Pair, load_adaptor
+from ...engines.pair import DTYPES, DraftMode, Pair, load_adaptor, quantize
 from ...engines.speculative import GenerationRequest, LoopSettings
 from ...engines.target import TorchTarget
 from ...plugins.slot_attention.rule import MemoryRule
@@ -63,9 +63,13 @@ class Bench:
     assistant: PreTrainedModel
 
     @classmethod
-    def load(cls, directory: Path) -> Bench:
-        """Loads a prepared pair; all four models separately."""
+    def load(cls, directory: Path, quantization: str | None = None) -> Bench:
+        """Loads a prepared pair; all four models separately.
+
+        quantization: of the draft, None: the pair's own.
+        """
         pair = Pair.load(directory)
+        pair = replace(pair, draft_quantization=quantization or pair.draft_quantization)
         dtype = DTYPES[pair.dtype]
         target, draft = (Decoder.load(directory / role, dtype) for role in ("target", "draft"))
         adaptor = load_adaptor(directory, draft, pair.memory)
@@ -73,6 +77,7 @@ class Bench:
             AutoModelForCausalLM.from_pretrained(directory / role, dtype=dtype).eval()
             for role in ("target", "draft")
         )
+        draft = quantize(draft, pair.draft_quantization)
         return cls(pair, target, draft, adaptor, hf, assistant)
 
     def rule(self, mode: str, length: int) -> MemoryRule | None:
@@ -277,7 +282,8 @@ def speed_card(record: Record) -> Table:
     """The main numbers, Hugging Face first."""
     card = new_card(
         f"greedy, {record.settings['dtype']}, batch 1, draft length "
-        f"{record.settings['draft_tokens']}",
+        f"{record.settings['draft_tokens']}, draft quantisation "
+        f"{record.settings['draft_quantization']}",
         (
             "system",
             "prefix",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...engines.config import DecoderConfig
 from ...engines.draft_io import DraftIO
 from ...engines.recipe import Recipe
 from ..draft_plan import BYTES, DraftPlan
@@ -18,13 +17,6 @@ MORE_CACHE = (
     "raise target.kv_fraction, lower limits.max_length, or set target.quantization and "
     "target.kv_cache to fp8"
 )
-WEIGHT_BYTES = {"fp8": 1.0, "int4_awq": 0.5 + 2 / 128}  # of the draft's, scales included
-
-
-def linear_count(model: DecoderConfig) -> int:
-    """Parameters of the linear layers, which quantization makes smaller; embeddings are not."""
-    attention = 2 * model.hidden_size * model.head_dim * (model.heads + model.kv_heads)
-    return model.layers * (attention + 3 * model.hidden_size * model.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -80,10 +72,8 @@ def draft_bytes(recipe: Recipe) -> int:
         chunk=limits.chunk,
         logits=True,
     )
-    plan = DraftPlan(model, io, limits.max_draft_tokens)
-    wide = BYTES[draft.dtype]
-    saved = linear_count(model) * (wide - WEIGHT_BYTES.get(draft.quantization, wide))
-    return int(plan.total_bytes - saved) + CONTEXT
+    plan = DraftPlan(model, io, limits.max_draft_tokens, draft.quantization)
+    return plan.total_bytes + CONTEXT
 
 
 def memory_findings(subject: Subject) -> list[Finding]:

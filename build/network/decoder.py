@@ -3,10 +3,12 @@
 Queries, keys and values are one product with packed weights, and the mirrored keys and values of
 slots with them: those are computed for every position and selected by kind. Gate and up projection
 are two: TensorRT joins them itself, and if they were packed it would store them twice, once for
-each profile.
+each profile. Quantised layers are products of their own, because each has scales of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from ...engines.draft_io import BATCH, POSITIONS, DraftIO
 from ...plugins.slot_attention.rule import SLOT
 from .attention import Attention
 from .graph import Graph, ITensor
+from .quantized import QuantizedLinear
 from .visibility import BlockInputs
 
 
@@ -32,8 +35,10 @@ class NetworkDecoder:
         adaptor: Adaptor | None,
         block: BlockInputs,
         attention: Attention,
+        quantized: Mapping[str, QuantizedLinear],
     ):
         self.graph, self.io, self.decoder, self.adaptor = graph, io, decoder, adaptor
+        self.quantized = {decoder.get_submodule(name): q for name, q in quantized.items()}
         self.block, self.attention = block, attention
         self.dtype = getattr(torch, io.dtype)
         self.is_slot = graph.equal(block.kind, graph.integers([SLOT], 2))  # (B, N) bool
@@ -138,9 +143,22 @@ class NetworkDecoder:
         return self._linear(graph.multiply(graph.silu(gate), up), [mlp.down_proj])
 
     def _linear(self, x: ITensor, layers: list[nn.Linear]) -> ITensor:
-        """(B, N, all outputs) of x (B, N, inputs) through several linear layers as one."""
+        """(B, N, all outputs) of x (B, N, inputs); quantised layers must precede the others."""
+        plain = [layer for layer in layers if layer not in self.quantized]
+        parts = [self._quantized_linear(x, layer) for layer in layers[: len(layers) - len(plain)]]
+        parts += [self._plain_linear(x, plain)] if plain else []
+        return parts[0] if len(parts) == 1 else self.graph.join(parts, 2)
+
+    def _plain_linear(self, x: ITensor, layers: list[nn.Linear]) -> ITensor:
+        """Several linear layers as one product."""
         weight = torch.cat([layer.weight for layer in layers])[None]  # (1, outputs, inputs)
         y = self.graph.multiply_matrices(x, self._weight(weight), transpose=True)
+        return self._add_bias(y, layers)
+
+    def _quantized_linear(self, x: ITensor, layer: nn.Linear) -> ITensor:
+        return self._add_bias(self.quantized[layer].product(self.graph, x, self.dtype), [layer])
+
+    def _add_bias(self, y: ITensor, layers: list[nn.Linear]) -> ITensor:
         if layers[0].bias is None:
             return y
         bias = torch.cat([layer.bias for layer in layers])[None, None]

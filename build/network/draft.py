@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from ...engines.draft_io import BATCH, POSITIONS, DraftIO, Profile
 from .attention import AttentionMaker, native_attention
 from .decoder import NetworkDecoder
 from .graph import EngineBuildError, Graph
+from .quantized import QuantizedLinear
 from .visibility import BlockInputs
 
 
@@ -58,11 +60,13 @@ def draft_network(
     decoder: Decoder,
     adaptor: Adaptor | None = None,
     attention: AttentionMaker | None = None,
+    quantized: Mapping[str, QuantizedLinear] | None = None,
 ) -> DraftNetwork:
     """The network of a draft. Builds nothing yet.
 
     trt: the module to use, `tensorrt` or `tensorrt_rtx`; logger: one of its loggers. Weights are
     converted to the dtype of `io`. attention: how it attends; None: by TensorRT's own layers.
+    quantized: linear layers of the decoder, by name, that are replaced.
     """
     _check(io, decoder, adaptor)
     builder = trt.Builder(logger)
@@ -73,7 +77,7 @@ def draft_network(
     block = BlockInputs(*(inputs[name] for name in ("rows", "fed", "ids", "times", "kind")))
     attend = (attention or native_attention(trt))(graph, io, block)
     memory = [tuple(inputs[x.name] for x in io.memory(layer)) for layer in range(io.layers)]
-    body = NetworkDecoder(graph, io, decoder, adaptor, block, attend)
+    body = NetworkDecoder(graph, io, decoder, adaptor, block, attend, quantized or {})
     x, new_k, new_v = body.run(memory)
     logits = body.logits(x, inputs["last"])
     top_logits, top_ids = graph.top(logits, io.top)

@@ -22,6 +22,7 @@ DATA_TYPES = {
     "bfloat16": "BF16",
     "int32": "INT32",
     "int64": "INT64",
+    "float8_e4m3fn": "FP8",
 }
 
 
@@ -70,6 +71,14 @@ class Graph:
         self._weights.append(values)
         dtype = self.dtype(str(values.dtype).removeprefix("torch."))
         weights = self.trt.Weights(dtype, values.data_ptr(), values.numel())
+        return self._out(self.network.add_constant(tuple(values.shape), weights))
+
+    def constant_int4(self, values: Tensor) -> ITensor:
+        """An INT4 constant of the shape of values (int8, -8 to 7): two to a byte, the first low."""
+        flat = values.detach().cpu().contiguous().view(torch.uint8).flatten() & 0xF
+        packed = flat[0::2] | (flat[1::2] << 4)
+        self._weights.append(packed)
+        weights = self.trt.Weights(self.trt.DataType.INT4, packed.data_ptr(), values.numel())
         return self._out(self.network.add_constant(tuple(values.shape), weights))
 
     def integers(self, values: Sequence[int], rank: int = 1) -> ITensor:
@@ -157,6 +166,16 @@ class Graph:
         layer = self.network.add_gather(x, indices, axis)
         layer.num_elementwise_dims = batch_axes
         return self._out(layer)
+
+    # --- quantisation
+
+    def quantize_fp8(self, x: ITensor, scale: ITensor) -> ITensor:
+        """x / scale, rounded to FP8; scale: a scalar constant of x's dtype."""
+        return self._out(self.network.add_quantize(x, scale, self.trt.DataType.FP8))
+
+    def dequantize(self, x: ITensor, scale: ITensor) -> ITensor:
+        """x * scale in the dtype of the scale: a scalar, or one for each block of one axis."""
+        return self._out(self.network.add_dequantize(x, scale, scale.dtype))
 
     # --- shapes
 

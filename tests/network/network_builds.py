@@ -63,10 +63,10 @@ def sizes(text):
     return tuple(int(size) for size in text.split(","))
 
 
-def build(io, decoder, adaptor, attention=None):
+def build(io, decoder, adaptor, attention=None, quantized=None):
     """(engine, what the builder said)."""
     report = Report()
-    made = draft_network(trt, report, io, decoder, adaptor, attention)
+    made = draft_network(trt, report, io, decoder, adaptor, attention, quantized)
     config = made.builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     return made.build(config), report

@@ -6,23 +6,34 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
+from masw.build.calibration import Calibration
 from masw.build.commands import app
 from masw.build.draft_plan import DraftPlan
+from masw.build.draft_quantizer import calibration_ids
+from masw.build.draft_scheme import SCHEMES, find_scheme
+from masw.build.draft_settings import DraftSettings
 from masw.engines.adaptor import AdaptorConfig
 from masw.engines.architectures import architecture, names
 from masw.engines.config import DecoderConfig
 from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
 from masw.engines.engine_folder import ENGINE, Builder, DraftEngine, EngineFolderError
+from masw.engines.recipe import Lane, load_recipe, recipe_names
+from masw.engines.text import TextCodec
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.models import MODELS, save_model
+from tests.tiny_tokenizers import TEXT, byte_level
 
 RULE = MemoryRule(128, 128, 16, 8)
+GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
 
 
 def call(*arguments, code=0):
@@ -104,6 +115,11 @@ def test_the_plan_is_one_json_object_for_machines():
         (["llama-3.1-8b", "--dry-run", "--max-length", "140000"], "max_length is 140000.*131072"),
         (["llama-3.1-8b", "--dry-run", "--dtype", "int3"], "dtype is 'int3'"),
         (["llama-3.1-8b", "--dry-run", "--window", "0"], "window is 0"),
+        (["llama-3.1-8b", "--dry-run", "--quantization", "int8"], "'int8'; use one of none, fp8"),
+        ([], "give MODEL, or --recipe"),
+        (["--recipe", "embedded", "--dry-run"], "recipe embedded has lane cpu; only lane gpu"),
+        (["--recipe", "nothing", "--dry-run"], "recipe 'nothing' does not exist"),
+        (["llama-3.1-8b", "--dry-run", "--root", "x"], "root is x; it is for --recipe only"),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_name(options, message):
@@ -233,3 +249,137 @@ def test_an_adaptor_of_another_base_is_refused(model_dir, tmp_path):
     told = call(model_dir("llama-tied"), *sizes, "--adaptor", adaptor, code=1).stderr
     assert "was made for base model ffffffffffff" in told
     assert not (tmp_path / "e").exists()
+
+
+# --- quantised drafts
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("name", names())
+def test_quantised_weights_are_counted_layer_by_layer(name, scheme):
+    plan, item = plan_of(name), 2
+    with torch.device("meta"):
+        decoder = Decoder(plan.model)
+    saved = 0
+    for path, layer in decoder.named_modules():
+        if isinstance(layer, nn.Linear) and path != "lm_head":
+            outputs, inputs = layer.weight.shape
+            scales = inputs + outputs * inputs // 128 if scheme.block else 2
+            saved += outputs * inputs * (item - scheme.bits / 8) - scales * item
+    assert plan.weight_bytes - replace(plan, quantization=scheme.name).weight_bytes == saved
+
+
+def test_blocks_that_do_not_divide_a_layer_are_refused():
+    config = replace(architecture("llama-3.2-3b"), hidden_size=3008)
+    io = DraftIO.of(config, RULE, max_sequences=1, max_length=1024)
+    told = r"quantization is 'int4_awq'; hidden_size is 3008, .* blocks of 128: use .*none or fp8"
+    with pytest.raises(ValueError, match=told):
+        DraftPlan(config, io, quantization="int4_awq")
+    DraftPlan(config, io, quantization="fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "instead"),
+    [("fp8", "8.6", "int4_awq or none"), ("fp8", "7.5", "none"), ("int4_awq", "7.5", "none")],
+)
+def test_gpus_that_are_too_old_are_refused(name, capability, instead):
+    with pytest.raises(
+        ValueError, match=f"this GPU has {capability}: use .*quantization {instead}$"
+    ):
+        find_scheme(name).check_device(capability)
+    for able in ("8.9", "9.0", "10.0", "12.0", None):
+        find_scheme(name).check_device(able)
+
+
+def test_versions_and_packages_that_are_missing_are_named(monkeypatch):
+    old = SimpleNamespace(__name__="tensorrt", __version__="9.3", DataType=SimpleNamespace(FP8=1))
+    with pytest.raises(ValueError, match=r"tensorrt 9\.3 has no data type INT4: use version 10"):
+        SCHEMES["int4_awq"].check_module(old)
+    monkeypatch.setitem(sys.modules, "modelopt.torch", None)
+    with pytest.raises(ImportError, match=r"ModelOpt cannot be imported .* pip install"):
+        SCHEMES["fp8"].check_module(old)
+
+
+def test_what_a_calibration_needs_is_checked_first(tmp_path):
+    model = save_model(tmp_path / "model", "llama")
+    options = [model, "--interval", "0", "--max-length", "512", "--out", tmp_path / "e"]
+    rtx = [*options, "--module", "tensorrt_rtx"]
+    text = ["--calibration", tmp_path / "no.txt"]
+    assert "only --quantization fp8 or int4_awq reads it" in call(*rtx, *text, code=1).stderr
+    fp8 = [*rtx, "--quantization", "fp8"]
+    assert "no.txt does not exist" in call(*fp8, *text, code=1).stderr
+    assert "has no tokenizer.json" in call(*fp8, code=1).stderr
+
+
+def test_calibration_reads_a_text_or_the_manual(tmp_path):
+    codec, few = TextCodec(byte_level(tmp_path)), replace(SCHEMES["fp8"], samples=3, length=64)
+    (tmp_path / "a.txt").write_text(TEXT * 8)
+    ids = codec.tokenizer(TEXT * 8)["input_ids"]
+    text = Calibration(tmp_path / "a.txt", few.samples, few.length)
+    assert calibration_ids(codec, few, text) == [ids[:64], ids[64:128], ids[128:192]]
+    manual = calibration_ids(codec, few, None)
+    start = codec.tokenizer("\n\n".join(topics[name] for name in sorted(topics)[:3]))["input_ids"]
+    assert manual == [start[:64], start[64:128], start[128:192]]
+
+
+# --- recipes
+
+
+@pytest.mark.parametrize("name", GPU_RECIPES)
+def test_every_gpu_recipe_is_planned_without_files(name, tmp_path):
+    recipe = load_recipe(name)
+    result = call("--recipe", name, "--dry-run", "--json")
+    told = json.loads(result.stdout)
+    plan = DraftPlan(
+        recipe.draft_config(),
+        DraftIO.of(
+            recipe.draft_config(),
+            recipe.memory,
+            max_sequences=recipe.limits.max_sequences,
+            max_length=recipe.limits.max_length,
+            chunk=recipe.limits.chunk,
+            dtype=recipe.draft.dtype,
+            logits=True,
+        ),
+        recipe.limits.max_draft_tokens,
+        recipe.draft.quantization,
+    )
+    assert told == json.loads(json.dumps(plan.as_dict()))
+    assert result.stderr.endswith(f"masw-build draft --recipe {name}\n")
+    # Files that are not there yet do not keep a root from being planned.
+    with_root = call("--recipe", name, "--root", tmp_path, "--dry-run", "--json")
+    assert json.loads(with_root.stdout) == told
+
+
+def test_options_that_are_given_win_over_the_recipe():
+    options = ["--max-sequences", "2", "--quantization", "fp8", "--interval", "4", "--no-logits"]
+    result = call("--recipe", "llama-3.1-8b-3b", *options, "--dry-run", "--json")
+    told = json.loads(result.stdout)
+    assert told["quantization"] == "fp8"
+    assert told["capacity"] == 128 + 128 + 16 + (32_768 - 128) // 4
+    assert " --no-logits" in result.stderr and "--interval 4" in result.stderr
+
+
+def test_a_recipe_names_its_files(tmp_path):
+    settings = DraftSettings.of(load_recipe("llama-3.1-8b-3b"), tmp_path)
+    assert settings.model == str(tmp_path / "models" / "draft")
+    assert settings.adaptor == tmp_path / "models" / "adaptor.safetensors"
+    assert settings.out == tmp_path / "engines" / "draft"
+    settings.adaptor.parent.mkdir(parents=True)
+    told = call("--recipe", "llama-3.1-8b-3b", "--root", tmp_path, code=1).stderr
+    assert "adaptor.safetensors is not a safetensors file" in told
+
+
+def test_a_folder_or_an_adaptor_of_another_recipe_is_refused(tmp_path, model_dir):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "draft").symlink_to(model_dir("llama"))
+    options = ["--recipe", "llama-3.1-8b-3b", "--root", tmp_path]
+    told = call(*options, "--dry-run", code=1).stderr
+    assert "vocab_size is 307, but llama-3.2-3b has 128256" in told
+    own = Decoder.load(model_dir("llama"))
+    header = AdaptorConfig(own.fingerprint(), 128, 128, 4)
+    own.copy_adaptor(header).save(tmp_path / "models" / "adaptor.safetensors")
+    plan = call(*options[:2], "--root", tmp_path / "none", "--interval", "0", "--dry-run", "--json")
+    assert json.loads(plan.stdout)["capacity"] == 128 + 128 + 16  # slots need no adaptor then
+    told = call(*options, code=1).stderr
+    assert re.search(r"is for MemoryRule.*interval=4.*recipe states .*interval=8", told)

@@ -7,9 +7,10 @@ import torch
 
 from masw.build.checks.finding import State
 from masw.build.checks.machine import Machine
-from masw.build.checks.memory import TargetMemory, draft_bytes, linear_count
+from masw.build.checks.memory import TargetMemory, draft_bytes
 from masw.build.checks.subject import Subject
 from masw.build.checks.system import shared_memory_needed
+from masw.build.draft_scheme import linear_shapes
 from masw.build.preflight import preflight
 from masw.build.target_plan import TargetPlan
 from masw.engines.architectures import architecture
@@ -21,6 +22,11 @@ GIB = 2**30
 
 def target_memory(recipe) -> TargetMemory:
     return TargetMemory(TargetPlan(recipe))
+
+
+def linear_count(model) -> int:
+    """Parameters that quantisation makes smaller."""
+    return model.layers * sum(inputs * outputs for inputs, outputs in linear_shapes(model))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.1-70b"])
@@ -66,7 +72,8 @@ def test_quantization_and_fp8_caches_take_less():
     cached = target(quantization="fp8", kv_cache="fp8")
     assert cached.token_bytes * 2 == target().token_bytes
     fp8 = base.model_copy(update={"draft": base.draft.model_copy(update={"quantization": "fp8"})})
-    assert draft_bytes(base) - draft_bytes(fp8) == linear_count(base.draft_config())
+    saved = draft_bytes(base) - draft_bytes(fp8)
+    assert saved == pytest.approx(linear_count(base.draft_config()), rel=1e-4)  # but for scales
 
 
 def test_a_shared_gpu_must_leave_the_draft_its_part(tmp_path):

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FILES = ("network_numbers.py", "network_builds.py", "quantized_numbers.py")
 
 
-@pytest.mark.parametrize("file", ["network_numbers.py", "network_builds.py"])
+@pytest.mark.parametrize("file", FILES)
 def test_in_a_process_of_its_own(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(

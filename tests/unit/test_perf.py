@@ -17,8 +17,10 @@ from masw.clients.perf_analyzer import PerfAnalyzerError
 from masw.engines.adaptor import AdaptorConfig
 from masw.engines.architectures import architecture
 from masw.engines.decoder import Decoder
+from masw.engines.int8 import Int8Linear
+from masw.engines.linear import Linear
 from masw.engines.messages import TargetCall
-from masw.engines.pair import Pair
+from masw.engines.pair import Pair, PairError
 from masw.engines.speculative import GenerationRequest
 from masw.engines.target import TorchTarget
 from masw.engines.text import TextCodec
@@ -200,6 +202,14 @@ def test_the_equal_window_has_the_entries_of_slots(bench, speed_rows):
     assert speed_rows["window"].entries < speed_rows["slots"].entries
 
 
+def test_an_int8_draft_takes_the_place_of_the_pairs_own(folder, bench):
+    assert type(bench.draft.lm_head) is Linear
+    models = speedup.Bench.load(folder, "int8")
+    assert type(models.draft.lm_head) is Int8Linear and type(models.target.lm_head) is Linear
+    with pytest.raises(PairError, match="draft_quantization is 'int3'; use one of none, int8"):
+        speedup.Bench.load(folder, "int3")
+
+
 def test_a_mode_whose_output_differs_is_told(bench, prompts, tmp_path):
     other = Decoder.load(save_model(tmp_path, "llama", seed=5, num_hidden_layers=2))
     broken = replace(bench, target=other)
@@ -293,6 +303,7 @@ def test_a_line_that_is_no_meeting_is_refused_with_its_place(tmp_path, line):
 def test_draft_step_ends_with_one_json_object(folder, masw_perf, tmp_path):
     file = tmp_path / "out.json"
     options = ("--prefixes", "24,48", "--interval", "4", "--rounds", "1", "--json", file)
+    options += ("--draft-quantization", "int8")
     result = masw_perf("draft-step", "--recipe", folder, *options)
     found = last_json(result)
     assert json.loads(file.read_text()) == found
@@ -300,6 +311,7 @@ def test_draft_step_ends_with_one_json_object(folder, masw_perf, tmp_path):
     assert {"cpu", "cores", "threads"} <= set(found["machine"])
     assert {"python", "torch", "transformers", "masw", "commit"} <= set(found["versions"])
     assert found["settings"]["dtype"] == "float32" and found["date"]
+    assert found["settings"]["draft_quantization"] == "int8"
     assert {check["name"].split(":")[0] for check in found["checks"]} >= {"slots r=4"}
     assert "prefill of" in result.stderr and "prefill of" not in result.stdout
 
@@ -307,7 +319,7 @@ def test_draft_step_ends_with_one_json_object(folder, masw_perf, tmp_path):
 def test_speedup_ends_with_one_json_object(folder, masw_perf, tmp_path):
     path = write_documents(tmp_path / "m.jsonl", meeting("All agreed. " * 20))
     options = ("--prefixes", "100", "--new-tokens", "20", "--prompts", "1", "--pairs", "1")
-    options += ("--modes", "slots,none", "--documents", path)
+    options += ("--modes", "slots,none", "--documents", path, "--draft-quantization", "int8")
     found = last_json(masw_perf("speedup", "--recipe", folder, *options))
     assert [row["system"] for row in found["rows"]] == [
         "hf-generate",
@@ -316,6 +328,7 @@ def test_speedup_ends_with_one_json_object(folder, masw_perf, tmp_path):
         "none",
     ]
     assert found["ratios"]["equal"] is True
+    assert found["settings"]["draft_quantization"] == "int8"
     assert found["settings"]["text"].startswith("m.jsonl sha256:")
     assert found["ratios"]["plain_overhead"]["pairs"] == 1
 
@@ -326,6 +339,7 @@ def test_speedup_ends_with_one_json_object(folder, masw_perf, tmp_path):
         (["draft-step", "--prefixes", "1,x"], 2, "whole numbers"),
         (["draft-step", "--steps", "17"], 2, "rollback window allows 1 to 16"),
         (["draft-step", "--rounds", "0"], 2, "must be 1 or more"),
+        (["draft-step", "--draft-quantization", "fp8"], 1, "a torch draft has one of none, int8"),
         (["draft-step", "--prefixes", "5000"], 1, "the model has 1024 positions"),
         (["speedup", "--modes", "slots,fast"], 2, "choose from slots, full, window"),
         (["speedup", "--new-tokens", "1"], 2, "new_tokens is 1"),
@@ -396,6 +410,11 @@ def test_random_decoders_have_the_sizes_of_their_shape():
         (["kernel", "--entries", "100"], 2, "above 272"),
         (["draft-step", "--shape", "gpt"], 2, "known: llama-3.2-3b"),
         (["draft-step", "--device", "cuda"], 2, "give --shape"),
+        (
+            ["draft-step", "--shape", "llama-3.2-3b", "--draft-quantization", "int8"],
+            2,
+            "is for a recipe's draft",
+        ),
     ],
 )
 def test_measurements_on_a_device_refuse_wrong_settings(words, code, message):

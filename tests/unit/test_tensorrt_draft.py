@@ -307,6 +307,7 @@ def test_a_missing_tensorrt_is_named_with_its_remedy(folder):
         ({"io": {"rule": MemoryRule(16, 16, 16, 8)}}, "interval=8.*need .*interval=4"),
         ({"io": {"max_length": 100}}, "max_length is 160; the engine allows up to 100"),
         ({"draft_tokens": 5}, "max_draft_tokens is 8; the engine allows up to 5"),
+        ({"quantization": "fp8"}, "draft_quantization is 'none'; the engine was built with 'fp8'"),
         ({"io": {"max_sequences": 2}}, "max_sequences is 4; the engine allows up to 2"),
     ],
 )
