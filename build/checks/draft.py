@@ -57,25 +57,7 @@ def train_command(subject: Subject) -> str:
 
 def build_command(subject: Subject) -> str:
     """The command that makes the recipe's draft engine."""
-    recipe, places = subject.recipe, subject.places
-    options = {
-        "out": places.draft_engine,
-        "rollback": recipe.memory.rollback,
-        "max-sequences": recipe.limits.max_sequences,
-        "max-length": recipe.limits.max_length,
-        "chunk": recipe.limits.chunk,
-        "dtype": recipe.draft.dtype,
-        "architecture": recipe.draft.architecture,
-    }
-    if recipe.draft.quantization != "none":
-        options["quantization"] = recipe.draft.quantization
-    if recipe.memory.interval:
-        options = {"adaptor": places.adaptor} | options
-    else:
-        options |= {"interval": 0, "sink": recipe.memory.sink, "window": recipe.memory.window}
-    words = ["masw-build", "draft", places.draft_model]
-    words += [word for name, value in options.items() for word in (f"--{name}", value)]
-    return shlex.join(map(str, words))
+    return subject.command("draft", "--recipe ")
 
 
 def _engine(subject: Subject) -> list[Finding]:
@@ -103,10 +85,12 @@ def _numbers(subject: Subject, engine: DraftEngine) -> Finding:
     wanted = replace(subject.recipe.draft_config(), eos_ids=engine.model.eos_ids)
     found = f"{engine.io.dtype}, {engine.io.max_sequences} sequences of {engine.io.max_length}"
     if engine.model != wanted:
-        remedy = f"change draft.architecture, or build: {build_command(subject)}"
+        remedy = f"change draft.architecture, or build: {subject.command('draft', '--recipe ')}"
         return failed(name, f"the engine's model is not {draft.architecture}", remedy)
     found += f", R {engine.io.rule.rollback}; draft.dtype is {draft.dtype}"
-    remedy = f"set draft.dtype to {engine.io.dtype}, or build: {build_command(subject)}"
+    remedy = (
+        f"set draft.dtype to {engine.io.dtype}, or build: {subject.command('draft', '--recipe ')}"
+    )
     return judged(name, engine.io.dtype == draft.dtype, found, remedy)
 
 
@@ -122,5 +106,7 @@ def _device(subject: Subject, engine: DraftEngine) -> Finding:
     try:
         engine.check_use(version=version, compute_capability=gpu.compute_capability)
     except EngineFolderError as error:
-        return failed(name, str(error), f"build it on this machine: {build_command(subject)}")
+        return failed(
+            name, str(error), f"build it on this machine: {subject.command('draft', '--recipe ')}"
+        )
     return ok(name, f"{made}, as here")

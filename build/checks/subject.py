@@ -22,6 +22,7 @@ class Subject:
         if self.gpu_memory is not None and not self.gpu_memory > 0:
             raise ValueError(f"gpu_memory is {self.gpu_memory}; give GiB above 0")
 
-    def command(self, name: str) -> str:
-        """A command of `masw-build` for this recipe."""
-        return f"masw-build {name} {self.recipe_name or self.recipe.name} --root {self.places.root}"
+    def command(self, name: str, option: str = "") -> str:
+        """A command of `masw-build` for this recipe; `option` says how it takes it."""
+        recipe = self.recipe_name or self.recipe.name
+        return f"masw-build {name} {option}{recipe} --root {self.places.root}"

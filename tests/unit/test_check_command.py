@@ -44,7 +44,7 @@ def test_shipped_recipes_are_checked_anywhere(name, tmp_path):
     for part, command in (
         ("target model", "hf download meta-llama/Llama-3.1"),
         ("adaptor", f"masw-train pretrain --model {tmp_path}/models/draft --sink 128"),
-        ("draft engine", f"masw-build draft {tmp_path}/models/draft --adaptor"),
+        ("draft engine", f"masw-build draft --recipe {name} --root {tmp_path}"),
         ("target engine", f"masw-build target {name} --root {tmp_path}"),
         ("pair", f"masw-build repository {name} --root {tmp_path}"),
         ("repository", f"masw-build repository {name} --root {tmp_path}"),

@@ -245,7 +245,7 @@ def unfill_repository(places):
         (remove_rank, "target engine: ranks", r"missing rank1\.engine", "masw-build target tiny"),
         (remove_target_engine, "target engine", "has no config.json", "masw-build target tiny"),
         (spoil_target_engine, "target engine", "is no config.json of an engine", "build it again"),
-        (remove_draft_engine, "draft engine", "holds none", "masw-build draft .*models/draft"),
+        (remove_draft_engine, "draft engine", "holds none", "masw-build draft --recipe"),
         (
             draft_engine(format="masw-draft-engine-0"),
             "draft engine",
@@ -268,7 +268,7 @@ def unfill_repository(places):
             draft_engine(io__max_sequences=1),
             "draft engine",
             "max_sequences is 2; the engine allows up to 1",
-            "--max-sequences 2",
+            "masw-build draft --recipe",
         ),
         (
             draft_engine(draft_tokens=4),
@@ -280,7 +280,7 @@ def unfill_repository(places):
             draft_engine(io__dtype="float16"),
             "draft engine",
             "float16, .*draft.dtype is bfloat16",
-            "set draft.dtype to float16, or build: .*--dtype bfloat16",
+            "set draft.dtype to float16, or build: masw-build draft --recipe",
         ),
         (
             draft_engine(model__layers=7),
