@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Serves a recipe of the gpu lane: preflight, start, watchdog, drain.
+#
+#   launch.sh RECIPE ROOT     RECIPE: a name or a YAML file; ROOT: the folder of models and engines
+#
+# Environment, in seconds: MASW_READY_SECONDS (1800) until the first token, MASW_DRAIN_SECONDS (120)
+# for running requests after SIGTERM or SIGINT, MASW_STOP_SECONDS (30) for the server to end by
+# itself; MASW_LOG (/tmp/masw-launch.log): a copy of all output. A second signal ends it at once.
+# Exit code: 0 after a drain, 1 when requests were cut off; the preflight's when it fails; 70 when
+# it was not ready in time; the server's own when it ends by itself, 1 if that was 0.
+set -uo pipefail
+
+(($# == 2)) || { echo "usage: launch.sh RECIPE ROOT" >&2; exit 2; }
+trap 'exit 143' TERM INT
+recipe=$1 root=$2
+here=$(dirname "$(readlink -f "$0")")
+ready_seconds=${MASW_READY_SECONDS:-1800}
+drain_seconds=${MASW_DRAIN_SECONDS:-120}
+stop_seconds=${MASW_STOP_SECONDS:-30}
+log=${MASW_LOG:-/tmp/masw-launch.log}
+server= signals=0
+
+say() { echo "masw-launch: $*" >&2; }
+
+# The recipe's numbers that are needed here: RANKS HTTP_PORT METRICS_PORT.
+read_recipe() {
+    python3 - "$recipe" <<'PYTHON'
+import sys
+from masw.engines.recipe import RecipeError, load_recipe
+
+try:
+    recipe = load_recipe(sys.argv[1])
+except RecipeError as error:
+    sys.exit(f"masw-launch: {error}")
+print(recipe.target.ranks, recipe.serving.http_port, recipe.serving.metrics_port)
+PYTHON
+}
+
+# In a session of its own, so that the terminal's Ctrl-C reaches this script alone.
+start() {
+    export OMPI_MCA_orte_tag_output=1 # [1,RANK]<stderr>: in front of each line
+    : >"$log"
+    say "starting: $1"
+    setsid bash -c "$1" </dev/null > >(exec tee -i -a "$log") 2>&1 &
+    server=$!
+}
+
+running() { kill -0 "$server" 2>/dev/null; }
+
+# Sleeps so that a signal is handled at once.
+pause() { sleep "$1" >/dev/null 2>&1 & wait $! || true; }
+
+end_server() {
+    kill -TERM -- "-$server" 2>/dev/null
+    local deadline=$((SECONDS + stop_seconds))
+    while running && ((SECONDS < deadline && signals < 2)); do pause 0.2; done
+    kill -KILL -- "-$server" 2>/dev/null
+    wait "$server" 2>/dev/null
+}
+
+on_signal() {
+    signals=$((signals + 1))
+    if ((signals == 1)); then say "draining, at most $drain_seconds s"; fi
+}
+
+drain() {
+    local code=0 drainer
+    setsid "$here/drain.sh" "$drain_seconds" &
+    drainer=$!
+    while kill -0 "$drainer" 2>/dev/null && running && ((signals < 2)); do pause 0.2; done
+    if kill -0 "$drainer" 2>/dev/null; then
+        kill -TERM -- "-$drainer"
+        code=1
+    else
+        wait "$drainer" || code=1
+    fi
+    end_server
+    if ((code)); then say "stopped; requests were cut off"; else say "stopped"; fi
+    exit "$code"
+}
+
+ended() {
+    wait "$server"
+    local code=$?
+    say "the server ended with code $code; its log: $log"
+    exit $((code ? code : 1))
+}
+
+give_up() {
+    say "not ready after $ready_seconds s: ${reason#ready: }"
+    "$here/unready.sh" "$log" "$ranks" | while read -r line; do say "$line"; done
+    end_server
+    exit 70
+}
+
+wait_until_ready() {
+    local deadline=$((SECONDS + ready_seconds))
+    until reason=$("$here/ready.sh" 2>&1); do
+        ((signals == 0)) || drain
+        running || ended
+        ((SECONDS < deadline)) || give_up
+        pause 1
+    done
+}
+
+facts=$(read_recipe) || exit 2
+read -r ranks MASW_HTTP_PORT MASW_METRICS_PORT <<<"$facts"
+export MASW_HTTP_PORT MASW_METRICS_PORT
+
+masw-build check "$recipe" --root "$root" || { code=$?; say "the preflight failed"; exit "$code"; }
+line=$(masw-build launch "$recipe" --root "$root") || exit $?
+trap on_signal TERM INT
+start "$line"
+wait_until_ready
+say "ready on HTTP port $MASW_HTTP_PORT after $SECONDS s"
+while running && ((signals == 0)); do pause 5; done
+((signals)) && drain
+ended
