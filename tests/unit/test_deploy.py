@@ -111,6 +111,22 @@ def test_models_are_named_by_real_log_lines(tmp_path):
     assert named.stdout == "model masw_draft began to load and has not finished\n"
 
 
+def test_ranks_that_a_server_spawned_are_told_from_the_server(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        '[1,0]<stdout>:I1130 00:40:38.4 7 model_lifecycle.cc:472] "loading: tensorrt_llm:1"\n'
+        "[2,0]<stdout>:[TensorRT-LLM][INFO] Rank 0 is using GPU 0\n"
+        "[2,1]<stdout>:[TensorRT-LLM][INFO] Allocated 9 GiB for max tokens in paged KV cache\n"
+        "[1,0]<stdout>:still waiting\n"
+    )
+    named = subprocess.run([DEPLOY / "unready.sh", log, "2"], capture_output=True, text=True)
+    assert named.stdout.splitlines() == [
+        "model tensorrt_llm began to load and has not finished",
+        "rank 0 of the target has not allocated its KV cache; its last line: "
+        "[2,0]<stdout>:[TensorRT-LLM][INFO] Rank 0 is using GPU 0",
+    ]
+
+
 def test_the_canary_asks_an_idle_server_and_lets_a_busy_one_work(stage):
     seen = stage.folder / f"masw-emitted-{stage.ports[0]}"
     process = stage.launch()
