@@ -5,10 +5,11 @@
 #
 # Triton does not drain by itself: on SIGTERM the next call from the loop to the target fails. So the
 # loop model is unloaded first, and the server may be ended once this returns.
-# Exit code: 0 nothing runs any more, 1 requests still ran after SECONDS (120).
+# Exit code: 0 nothing runs any more, 1 requests still ran after SECONDS (120), 2 wrong usage.
 set -uo pipefail
 
 limit=${1:-120}
+[[ $limit =~ ^[0-9]+$ ]] || { echo "drain: SECONDS is '$limit'; give a whole number" >&2; exit 2; }
 server=http://127.0.0.1:${MASW_HTTP_PORT:-8000}
 metrics=http://127.0.0.1:${MASW_METRICS_PORT:-8002}/metrics
 loop=tensorrt_llm_bls

@@ -6,8 +6,9 @@
 # Environment, in seconds: MASW_READY_SECONDS (1800) until the first token, MASW_DRAIN_SECONDS (120)
 # for running requests after SIGTERM or SIGINT, MASW_STOP_SECONDS (30) for the server to end by
 # itself; MASW_LOG (/tmp/masw-launch.log): a copy of all output. A second signal ends it at once.
-# Exit code: 0 after a drain, 1 when requests were cut off; the preflight's when it fails; 70 when
-# it was not ready in time; the server's own when it ends by itself, 1 if that was 0.
+# Exit code: 0 after a drain, 1 when requests were cut off; 2 for a wrong recipe or number; the
+# preflight's when it fails; 70 when it was not ready in time; the server's own when it ends by
+# itself, 1 if that was 0.
 set -uo pipefail
 
 (($# == 2)) || { echo "usage: launch.sh RECIPE ROOT" >&2; exit 2; }
@@ -103,6 +104,9 @@ wait_until_ready() {
     done
 }
 
+for name in ready_seconds drain_seconds stop_seconds; do
+    [[ ${!name} =~ ^[0-9]+$ ]] || { say "$name is '${!name}'; give a whole number"; exit 2; }
+done
 facts=$(read_recipe) || exit 2
 read -r ranks MASW_HTTP_PORT MASW_METRICS_PORT <<<"$facts"
 export MASW_HTTP_PORT MASW_METRICS_PORT

@@ -13,6 +13,7 @@ limit=${1:-8}
 port=${MASW_HTTP_PORT:-8000}
 server=http://127.0.0.1:$port
 metrics=http://127.0.0.1:${MASW_METRICS_PORT:-8002}/metrics
+loop=tensorrt_llm_bls
 ask=(curl --noproxy '*' --silent --show-error --fail)
 seen=${TMPDIR:-/tmp}/masw-emitted-$port
 
@@ -21,10 +22,12 @@ emitted() {
         awk '$1 ~ /^masw_emitted_tokens_total/ { sum += $NF } END { printf "%.0f\n", sum }'
 }
 
-if ! answer=$("${ask[@]}" --max-time 2 --output /dev/null "$server/v2/health/ready" 2>&1); then
-    echo "ready: the server on port $port does not say that it is ready: $answer" >&2
-    exit 1
-fi
+for page in health/ready "models/$loop/ready"; do
+    if ! answer=$("${ask[@]}" --max-time 2 --output /dev/null "$server/v2/$page" 2>&1); then
+        echo "ready: /v2/$page on port $port is not 200: $answer" >&2
+        exit 1
+    fi
+done
 now=$(emitted)
 if [[ -f $seen && $now -gt $(<"$seen") ]]; then
     echo "$now" >"$seen"
@@ -32,7 +35,7 @@ if [[ -f $seen && $now -gt $(<"$seen") ]]; then
 fi
 body='{"text_input": "1 2 3", "max_tokens": 1, "stream": false}'
 if ! answer=$("${ask[@]}" --max-time "$limit" --data "$body" \
-    "$server/v2/models/tensorrt_llm_bls/generate" 2>&1) || [[ $answer != *text_output* ]]; then
+    "$server/v2/models/$loop/generate" 2>&1) || [[ $answer != *text_output* ]]; then
     echo "ready: no token came within $limit s: ${answer:0:500}" >&2
     exit 1
 fi

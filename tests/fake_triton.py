@@ -68,6 +68,8 @@ class Handler(BaseHTTPRequestHandler):
                 'nv_inference_pending_request_count{model="tensorrt_llm_bls",version="1"} 0\n'
                 'nv_inference_pending_request_count{model="other",version="1"} 3\n',
             )
+        if self.path == "/v2/models/tensorrt_llm_bls/ready":
+            return self._answer(400 if State.unloaded else 200)
         self._answer(200 if self.path in ("/v2/health/live", "/v2/health/ready") else 404)
 
     def do_POST(self) -> None:

@@ -43,6 +43,13 @@ def test_a_wrong_recipe_is_refused_before_anything(stage):
     assert code == 2 and "recipe.yaml: target.architecture" in said and not stage.events
 
 
+def test_times_that_are_no_whole_numbers_are_refused_by_name(stage):
+    code, said = stage.finish(stage.launch(MASW_DRAIN_SECONDS="2.5"))
+    assert code == 2 and "drain_seconds is '2.5'" in said and not stage.events
+    refused = stage.ask("drain.sh", "60.0")
+    assert refused.returncode == 2 and "SECONDS is '60.0'" in refused.stderr
+
+
 def test_sigterm_drains_and_then_ends_the_server(stage):
     process = stage.launch('{"ranks": 4, "running": 0.7}')
     wait_for_line(process, "ready on HTTP port")
@@ -140,12 +147,12 @@ def test_the_canary_asks_an_idle_server_and_lets_a_busy_one_work(stage):
         assert stage.events.count("generate 1") == asked + 1
         assert stage.ask("drain.sh", "5").returncode == 0
         refused = stage.ask("ready.sh")
-        assert refused.returncode == 1 and "no token came" in refused.stderr
+        assert refused.returncode == 1 and "/v2/models/tensorrt_llm_bls/ready" in refused.stderr
     finally:
         process.send_signal(signal.SIGTERM)
         stage.finish(process)
     gone = stage.ask("ready.sh")
-    assert gone.returncode == 1 and "does not say that it is ready" in gone.stderr
+    assert gone.returncode == 1 and "/v2/health/ready" in gone.stderr
     assert stage.ask("drain.sh").returncode == 0, "nothing is left to drain"
 
 
