@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Serves a recipe of the gpu lane: preflight, start, watchdog, drain.
+# Serves a recipe of the gpu lane: preflight, start, watchdog, revival, drain.
 #
 #   launch.sh RECIPE ROOT     RECIPE: a name or a YAML file; ROOT: the folder of models and engines
 #
 # Environment, in seconds: MASW_READY_SECONDS (1800) until the first token, MASW_DRAIN_SECONDS (120)
 # for running requests after SIGTERM or SIGINT, MASW_STOP_SECONDS (30) for the server to end by
-# itself; MASW_LOG (/tmp/masw-launch.log): a copy of all output. A second signal ends it at once.
+# itself, MASW_WATCH_SECONDS (15) between two looks, MASW_HANG_SECONDS (180) without a token until it
+# counts as hung; MASW_LOG (/tmp/masw-launch.log): a copy of all output.
+# A dead draft is loaded again; a server that gives no token any more is ended, for whoever runs
+# this to start it anew. A second signal ends it at once.
 # Exit code: 0 after a drain, 1 when requests were cut off; 2 for a wrong recipe or number; the
-# preflight's when it fails; 70 when it was not ready in time; the server's own when it ends by
-# itself, 1 if that was 0.
+# preflight's when it fails; 70 when it was not ready in time, 71 when it hung; the server's own when
+# it ends by itself, 1 if that was 0.
 set -uo pipefail
 
 (($# == 2)) || { echo "usage: launch.sh RECIPE ROOT" >&2; exit 2; }
@@ -18,22 +21,26 @@ here=$(dirname "$(readlink -f "$0")")
 ready_seconds=${MASW_READY_SECONDS:-1800}
 drain_seconds=${MASW_DRAIN_SECONDS:-120}
 stop_seconds=${MASW_STOP_SECONDS:-30}
+watch_seconds=${MASW_WATCH_SECONDS:-15}
+hang_seconds=${MASW_HANG_SECONDS:-180}
 log=${MASW_LOG:-/tmp/masw-launch.log}
-server= signals=0
+server= signals=0 draft_seen=0
 
 say() { echo "masw-launch: $*" >&2; }
 
-# The recipe's numbers that are needed here: RANKS HTTP_PORT METRICS_PORT.
+# What is needed of the recipe: RANKS HTTP_PORT METRICS_PORT REPOSITORY.
 read_recipe() {
-    python3 - "$recipe" <<'PYTHON'
+    python3 - "$recipe" "$root" <<'PYTHON'
 import sys
-from masw.engines.recipe import RecipeError, load_recipe
+from pathlib import Path
+from masw.engines.recipe import Places, RecipeError, load_recipe
 
 try:
     recipe = load_recipe(sys.argv[1])
 except RecipeError as error:
     sys.exit(f"masw-launch: {error}")
-print(recipe.target.ranks, recipe.serving.http_port, recipe.serving.metrics_port)
+serving, repository = recipe.serving, Places(Path(sys.argv[2])).repository.absolute()
+print(recipe.target.ranks, serving.http_port, serving.metrics_port, repository)
 PYTHON
 }
 
@@ -104,11 +111,44 @@ wait_until_ready() {
     done
 }
 
-for name in ready_seconds drain_seconds stop_seconds; do
+# Only a process that was seen before can have died.
+revive_draft() {
+    if "$here/revive.sh" look masw_draft "$repository"; then
+        draft_seen=1
+    elif ((draft_seen && signals == 0)); then
+        say "the process of masw_draft has died; loading it again"
+        if reason=$("$here/revive.sh" load masw_draft "$repository" 2>&1); then
+            say "masw_draft is back"
+        else
+            say "masw_draft could not be loaded: $reason"
+        fi
+    fi
+}
+
+watch() {
+    local seen=$SECONDS waited
+    while true; do
+        for ((waited = 0; waited < watch_seconds && signals == 0; waited++)); do pause 1; done
+        ((signals == 0)) || drain
+        running || ended
+        revive_draft
+        if reason=$("$here/ready.sh" 2>&1); then
+            seen=$SECONDS
+        elif [[ $reason != "ready: no token"* ]]; then
+            seen=$SECONDS # the loop model is unloaded: somebody drains
+        elif ((signals == 0 && SECONDS - seen >= hang_seconds)); then
+            say "no token for $((SECONDS - seen)) s: ${reason#ready: }"
+            end_server
+            exit 71
+        fi
+    done
+}
+
+for name in ready_seconds drain_seconds stop_seconds watch_seconds hang_seconds; do
     [[ ${!name} =~ ^[0-9]+$ ]] || { say "$name is '${!name}'; give a whole number"; exit 2; }
 done
 facts=$(read_recipe) || exit 2
-read -r ranks MASW_HTTP_PORT MASW_METRICS_PORT <<<"$facts"
+read -r ranks MASW_HTTP_PORT MASW_METRICS_PORT repository <<<"$facts"
 export MASW_HTTP_PORT MASW_METRICS_PORT
 
 masw-build check "$recipe" --root "$root" || { code=$?; say "the preflight failed"; exit "$code"; }
@@ -116,7 +156,6 @@ line=$(masw-build launch "$recipe" --root "$root") || exit $?
 trap on_signal TERM INT
 start "$line"
 wait_until_ready
+revive_draft
 say "ready on HTTP port $MASW_HTTP_PORT after $SECONDS s"
-while running && ((signals == 0)); do pause 5; done
-((signals)) && drain
-ended
+watch

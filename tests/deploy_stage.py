@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -39,8 +40,9 @@ class Stage:
         self.append(
             "masw-build", "launch) echo mpirun -n 1 tritonserver : -n 3 tritonserver ;;\nesac"
         )
-        ports = f"{self.ports[0]} {self.ports[2]}"
-        self.command("mpirun", f'exec "{sys.executable}" "{FAKE}" {ports}')
+        self.root = folder / "root"
+        told = f"{self.ports[0]} {self.ports[2]} '{self.root / 'repository'}'"
+        self.command("mpirun", f'exec "{sys.executable}" "{FAKE}" {told}')
 
     def command(self, name: str, body: str) -> None:
         """A command on the PATH, written in bash."""
@@ -67,7 +69,7 @@ class Stage:
 
     def launch(self, plan: str = "{}", script: str = "launch.sh", **settings: object):
         """launch.sh in the background; `stdout` tells all it and the server say."""
-        words = [self.recipe, self.folder / "root"]
+        words = [self.recipe, self.root]
         return subprocess.Popen(
             [DEPLOY / script, *(["leader"] if script == "node.sh" else []), *words],
             env=self.environment(plan, **settings),
@@ -111,11 +113,15 @@ def command_lines() -> list[list[str]]:
     return [p.info["cmdline"] or [] for p in processes if p.info["status"] != "zombie"]
 
 
-def wait_for_line(process: subprocess.Popen, text: str) -> list[str]:
-    """The lines up to the first that contains `text`."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return lines
-    raise AssertionError(f"{text!r} was never said:\n{''.join(lines)}")
+def wait_for_line(process: subprocess.Popen, text: str, seconds: float = 30) -> None:
+    """Reads what a process says up to the first line with `text`; fails after `seconds`."""
+    lines, patience = [], threading.Timer(seconds, process.kill)
+    patience.start()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if text in line:
+                return
+    finally:
+        patience.cancel()
+    raise AssertionError(f"{text!r} was not said:\n{''.join(lines)}")

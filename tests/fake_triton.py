@@ -1,4 +1,5 @@
-"""Stands for the servers that a launch line starts: run as `fake_triton.py HTTP_PORT METRICS_PORT`.
+"""Stands for the servers that a launch line starts: run as
+`fake_triton.py HTTP_PORT METRICS_PORT REPOSITORY`.
 
 It writes the log lines by which the deployment's scripts know ranks and models, answers their HTTP
 requests as Triton does, and notes in $FAKE_EVENTS, one a line, what happened to it. $FAKE_PLAN is a
@@ -9,19 +10,22 @@ JSON object:
                    them once its models are loaded
     exit           ends with this code while loading
     running        seconds that a request still runs once the loop is unloaded (none at 0)
-    token          false: a request for a token is answered with an error
+    token          false: a request for a token is answered with an error; a number: after so many
+    draft          false: the draft's process is not to be found
     deaf           true: ignores SIGTERM
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PLAN = {"ranks": 1, "stuck_rank": None, "exit": None, "running": 0, "token": True, "deaf": False}
+PLAN["draft"] = True
 PLAN |= json.loads(os.environ.get("FAKE_PLAN", "{}"))
 
 
@@ -42,6 +46,13 @@ class State:
 def note(event: str) -> None:
     with open(os.environ["FAKE_EVENTS"], "a") as file:
         print(event, file=file)
+
+
+def start_draft() -> None:
+    """A process that is known by the same words as the draft's; its id goes to the events."""
+    code = f"{sys.argv[3]}/masw_draft/1/model.py"
+    words = [sys.executable, "-c", "import time; time.sleep(60)", code]
+    note(f"draft process {subprocess.Popen(words).pid}")
 
 
 def load() -> None:
@@ -75,12 +86,17 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v2/repository/models/tensorrt_llm_bls/unload":
-            State.unloaded = time.monotonic()
+            State.unloaded = State.unloaded or time.monotonic()
             note("unload")
+            return self._answer(200)
+        if self.path.startswith("/v2/repository/models/masw_draft/"):
+            note(f"draft {self.path.rpartition('/')[2]}")
+            if self.path.endswith("/load"):
+                start_draft()
             return self._answer(200)
         assert self.path == "/v2/models/tensorrt_llm_bls/generate", self.path
         note(f"generate {body['max_tokens']}")
-        if not PLAN["token"] or State.unloaded:
+        if State.unloaded or (PLAN["token"] is not True and State.emitted >= PLAN["token"]):
             return self._answer(500, '{"error": "no rank answers"}')
         State.emitted += 1
         self._answer(200, '{"text_output": "4"}')
@@ -107,11 +123,12 @@ def main() -> None:
     if PLAN["exit"] is not None:
         sys.exit(PLAN["exit"])
     if PLAN["stuck_rank"] is None:
+        if PLAN["draft"]:
+            start_draft()
         for port in map(int, sys.argv[1:3]):
             server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
             threading.Thread(target=server.serve_forever, daemon=True).start()
-    while True:
-        time.sleep(1)
+    time.sleep(120)  # no test takes that long
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_scripts_are_executable_bash(script):
 def test_a_failed_preflight_ends_the_launch_with_its_code(stage):
     code, said = stage.finish(stage.launch(CHECK_CODE=3))
     assert code == 3 and "a table" in said and "preflight failed" in said
-    assert stage.events == [f"check {stage.recipe} --root {stage.folder / 'root'}"]
+    assert stage.events == [f"check {stage.recipe} --root {stage.root}"]
 
 
 def test_a_wrong_recipe_is_refused_before_anything(stage):
@@ -102,6 +102,34 @@ def test_a_server_that_gives_no_token_is_not_ready(stage):
 def test_a_server_that_ends_while_loading_ends_the_launch_with_its_code(stage):
     code, said = stage.finish(stage.launch('{"exit": 9}'))
     assert code == 9 and "the server ended with code 9" in said
+
+
+def test_a_draft_whose_process_dies_is_loaded_again(stage):
+    process = stage.launch(MASW_WATCH_SECONDS=1)
+    wait_for_line(process, "ready on HTTP port")
+    (started,) = [event for event in stage.events if event.startswith("draft process")]
+    os.kill(int(started.split()[-1]), signal.SIGKILL)
+    wait_for_line(process, "masw_draft is back")
+    process.send_signal(signal.SIGTERM)
+    assert stage.finish(process)[0] == 0
+    about = [event for event in stage.events if event.startswith("draft")]
+    assert about[1:3] == ["draft unload", "draft load"] and len(about) == 4, "once"
+
+
+def test_an_unloaded_loop_is_no_hang_and_a_draft_never_found_not_dead(stage):
+    plan = '{"running": 2.5, "draft": false}'
+    process = stage.launch(plan, MASW_WATCH_SECONDS=1, MASW_HANG_SECONDS=1)
+    wait_for_line(process, "ready on HTTP port")
+    assert stage.ask("drain.sh", "9").returncode == 0, "as a pod's preStop does"
+    process.send_signal(signal.SIGTERM)
+    assert stage.finish(process)[0] == 0 and stage.events[-1] == "term with 0 running"
+    assert "draft load" not in stage.events
+
+
+def test_a_server_that_gives_no_token_any_more_is_ended(stage):
+    process = stage.launch('{"token": 1}', MASW_WATCH_SECONDS=1, MASW_HANG_SECONDS=2)
+    code, said = stage.finish(process)
+    assert code == 71 and re.search(r"no token for \d s: no token came", said) and stage.is_gone()
 
 
 def test_models_are_named_by_real_log_lines(tmp_path):
