@@ -18,7 +18,7 @@ LIGHT = {  # module: requirement
     "rapidjson": "python-rapidjson>=0.9",
     "rich": "rich>=13",
     "safetensors": "safetensors>=0.4.3",
-    "tritonclient": "tritonclient>=2.60",
+    "tritonclient": "tritonclient[grpc]>=2.60",
     "typer": "typer>=0.15",
     "yaml": "pyyaml>=6",
 }

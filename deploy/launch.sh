@@ -39,6 +39,8 @@ try:
     recipe = load_recipe(sys.argv[1])
 except RecipeError as error:
     sys.exit(f"masw-launch: {error}")
+if recipe.lane != "gpu":
+    sys.exit(f"masw-launch: recipe {recipe.name} is of lane {recipe.lane}; use masw-serve")
 serving, repository = recipe.serving, Places(Path(sys.argv[2])).repository.absolute()
 print(recipe.target.ranks, serving.http_port, serving.metrics_port, repository)
 PYTHON

@@ -3,7 +3,7 @@
 Charts are rendered and checked without Helm. What is understood means the same in Helm:
 
     {{ .Values.a.b }}  {{ .Release.Name }}  {{ .Release.Service }}  {{ .Chart.AppVersion }}
-    {{ VALUE | quote }}  {{ VALUE | nindent N }}
+    {{ VALUE | quote }}  {{ VALUE | sha256sum }}  {{ VALUE | nindent N }}
     {{ toYaml VALUE | nindent N }}  {{ include "name" . | nindent N }}
     {{ if VALUE }} … {{ else }} … {{ end }}  {{ if not VALUE }}  {{ define "name" }} … {{ end }}
     {{ /* a comment */ }}, and {{- and -}}, which remove white space before and after
@@ -14,6 +14,7 @@ reads numbers as floats, would print as 1e+06.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ TAG = re.compile(
 PATH = r"\.(?:Values|Release|Chart)(?:\.\w+)+"
 VALUE = re.compile(
     rf'(?:(?P<yaml>toYaml )?(?P<path>{PATH})|include "(?P<name>[\w.]+)" \.)'
-    r"(?: \| (?:(?P<quote>quote)|nindent (?P<indent>\d+)))?"
+    r"(?: \| (?:(?P<quote>quote)|(?P<digest>sha256sum)|nindent (?P<indent>\d+)))?"
 )
 CONDITION = re.compile(rf"if (?P<negated>not )?(?P<path>{PATH})")
 DEFINITION = re.compile(r'define "(?P<name>[\w.]+)"')
@@ -144,6 +145,8 @@ class Chart:
             text = _printed(match["path"], _look_up(match["path"], scope))
         if match["quote"]:
             return json.dumps(text, ensure_ascii=False)
+        if match["digest"]:
+            return hashlib.sha256(text.encode()).hexdigest()
         if match["indent"]:
             pad = "\n" + " " * int(match["indent"])
             return pad + text.replace("\n", pad)

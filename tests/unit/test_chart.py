@@ -1,5 +1,6 @@
 """The Helm chart, rendered without Helm: what Kubernetes would be given, for several values."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -147,6 +148,12 @@ def test_what_is_mounted_exists(case):
     recipe, root = container(case)["args"][-2:]
     assert recipe == f"{paths['recipe']}/{next(iter(case.ConfigMap['data']))}"
     assert root == paths["root"] and paths["shm"] == "/dev/shm"
+
+
+def test_another_recipe_starts_the_pods_anew(case):
+    recipe = case.values["recipe"]
+    annotations = templates(case)["server"]["metadata"]["annotations"]
+    assert annotations["checksum/recipe"] == hashlib.sha256(recipe.encode()).hexdigest()
 
 
 def test_pods_run_without_rights_they_do_not_need(case):

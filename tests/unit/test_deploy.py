@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from masw.engines.recipe import load_recipe
+from masw.engines.recipe import load_recipe, recipe_folder
 from tests.deploy_stage import DEPLOY, Stage, wait_for_line
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +41,9 @@ def test_a_wrong_recipe_is_refused_before_anything(stage):
     stage.recipe.write_text("name: x\nlane: gpu\n")
     code, said = stage.finish(stage.launch())
     assert code == 2 and "recipe.yaml: target.architecture" in said and not stage.events
+    stage.recipe.write_text((recipe_folder() / "embedded.yaml").read_text())
+    code, said = stage.finish(stage.launch())
+    assert code == 2 and "lane cpu; use masw-serve" in said and not stage.events
 
 
 def test_times_that_are_no_whole_numbers_are_refused_by_name(stage):
@@ -244,7 +247,7 @@ def test_what_the_container_brings_is_not_installed_again():
     bare = subprocess.run(
         [sys.executable, "-S", "-I", script], capture_output=True, text=True, check=True
     )
-    wanted = {re.split("[>=]", line)[0] for line in bare.stdout.split()}
+    wanted = {re.split(r"[>=\[]", line)[0] for line in bare.stdout.split()}
     project = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2]
     declared = set(re.findall(r'"([\w-]+)', project.partition("\n]")[0]))
     held = {"numpy", "torch", "transformers"}

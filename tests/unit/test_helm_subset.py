@@ -22,6 +22,10 @@ def chart(tmp_path, template: str, values: str = "a: 1") -> Chart:
     [
         ("x: {{ .Values.a }}\n", "x: 7\n"),
         ("x: {{ .Values.s | quote }}", 'x: "say \\"no\\""'),
+        (
+            "{{ .Values.a | sha256sum }}",
+            "7902699be42c8a8e46fbbb4501726517e86b22c56a189f7625a6da49081b2451",
+        ),
         ("x:\n  {{- toYaml .Values.m | nindent 2 }}\ny", "x:\n  b: true\n  c:\n  - 1\ny"),
         ("{{- if .Values.none }}\nx\n{{- else }}\ny\n{{- end }}\nz", "\ny\nz"),
         ("a {{ if not .Values.none -}}\n  b{{ end }}", "a b"),

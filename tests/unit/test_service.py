@@ -296,7 +296,7 @@ def test_the_time_in_the_queue_is_measured(bench):
         gate = asyncio.Event()
         bench.script.pause = gate.wait
         admitted = [asyncio.create_task(bench.serve()) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         gate.set()
         await asyncio.gather(*admitted)
         gate.clear()
