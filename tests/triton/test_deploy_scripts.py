@@ -12,7 +12,7 @@ import pytest
 
 from masw.build.repository import DRAFT, LOOP, TARGET
 from masw.build.triton_install import ServerError
-from masw.build.triton_server import ServerConfig, TritonServer, free_ports
+from masw.build.triton_server import ServerConfig, TritonServer, end_processes, free_ports
 from tests.triton.serving import PATIENCE, wait_until
 from tests.triton.test_serving import LONG
 
@@ -53,14 +53,19 @@ def total(server: TritonServer, name: str) -> float:
     return sum(map(float, found))
 
 
-def test_a_server_is_ready_with_its_first_token_and_drained_with_its_last(server, run):
+def test_ready_with_the_first_token_revived_and_drained_with_the_last(server, run):
     assert run("ready.sh", "2") == 1, "Triton says ready although nothing is loaded"
     for model in (TARGET, DRAFT, LOOP):
         server.load(model)
     assert run("ready.sh", SECONDS) == 0
     assert total(server, "masw_emitted_tokens_total") == 1
     assert total(server, "masw_queue_seconds_count") == 1, "what the autoscaler reads"
-    body = {"text_input": LONG, "max_tokens": 600, "stream": False, "return_perf_metrics": True}
+    draft = (DRAFT, str(server.config.model_repository))
+    assert run("revive.sh", "look", *draft) == 0
+    end_processes(server.stubs(DRAFT))
+    assert run("revive.sh", "look", *draft) == 1, "Triton does not bring it back"
+    assert run("revive.sh", "load", *draft) == 0 == run("revive.sh", "look", *draft)
+    body = {"text_input": LONG, "max_tokens": 400, "stream": False, "return_perf_metrics": True}
     with ThreadPoolExecutor() as pool:
         running = pool.submit(server.request, GENERATE, body, PATIENCE)
         wait_until(lambda: total(server, "masw_emitted_tokens_total") > 1, "it decodes")
@@ -72,6 +77,7 @@ def test_a_server_is_ready_with_its_first_token_and_drained_with_its_last(server
         assert not running.done(), "the request ran while new ones were refused"
         assert drained.result() == 0
         answer = running.result(timeout=1)
-    assert json.loads(json.loads(answer)["statistics"])["new_tokens"] == 600, "to the end"
+    assert json.loads(json.loads(answer)["statistics"])["new_tokens"] == 400, "to the end"
+    assert json.loads(json.loads(answer)["statistics"])["drafted"] > 0, "with the new draft"
     assert run("ready.sh", "2") == 1
     assert run("drain.sh", "1") == 0, "again, as after a pod's preStop"
