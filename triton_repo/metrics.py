@@ -11,6 +11,7 @@ from ..engines.speculative import Statistics
 
 FLUSH_SECONDS = 0.25
 BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+QUEUE_BUCKETS = [0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0]
 PHASES = ("draft", "verify", "host")
 COUNTERS = {
     "masw_drafts_total": "Iterations that verified a proposal",
@@ -37,12 +38,24 @@ class Metrics:
         inflight = pb_utils.MetricFamily(
             name="masw_requests_inflight", description="Requests admitted", kind=gauge
         )
+        histogram = pb_utils.MetricFamily.HISTOGRAM
         seconds = pb_utils.MetricFamily(
             name="masw_iteration_seconds",
             description="Time of an iteration by phase",
-            kind=pb_utils.MetricFamily.HISTOGRAM,
+            kind=histogram,
         )
-        self._families = (families, by_position, inflight, seconds)  # gone, they cannot count
+        queue = pb_utils.MetricFamily(
+            name="masw_queue_seconds",
+            description="Time an admitted request waited for a place",
+            kind=histogram,
+        )
+        self._families = (
+            families,
+            by_position,
+            inflight,
+            seconds,
+            queue,
+        )  # gone, they cannot count
         self._counters = {name: family.Metric(labels={}) for name, family in families.items()}
         self._counters |= {
             (POSITION, place): by_position.Metric(labels={"position": str(place)})
@@ -53,12 +66,17 @@ class Metrics:
         self._phases = {
             phase: seconds.Metric(labels={"phase": phase}, buckets=BUCKETS) for phase in PHASES
         }
+        self._queue = queue.Metric(labels={}, buckets=QUEUE_BUCKETS)
         self._pending: Counter = Counter()
         self._flushed = time.monotonic()
 
     def set_inflight(self, count: int) -> None:
         """The number of requests admitted and not yet answered."""
         self._inflight.set(count)
+
+    def observe_queue(self, seconds: float) -> None:
+        """How long an admitted request waited, whether it got a place or not."""
+        self._queue.observe(seconds)
 
     def count_cancelled(self) -> None:
         """One request whose client went away."""

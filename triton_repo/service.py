@@ -65,7 +65,7 @@ class Service:
         deadline = time.monotonic() + min(ask.time_limit, self._limits.time_limit)
         self._admit()
         try:
-            if not await self._take_place(is_cancelled, deadline):
+            if not await self._wait_in_line(is_cancelled, deadline):
                 return
             try:
                 answer = Answer(ask, sequence, self._codec, arrival)
@@ -88,6 +88,14 @@ class Service:
             )
         self._admitted += 1
         self._metrics.set_inflight(self._admitted)
+
+    async def _wait_in_line(self, is_cancelled: Callable[[], bool], deadline: float) -> bool:
+        """As `_take_place`; counts how long it took."""
+        began = time.monotonic()
+        try:
+            return await self._take_place(is_cancelled, deadline)
+        finally:
+            self._metrics.observe_queue(time.monotonic() - began)
 
     async def _take_place(self, is_cancelled: Callable[[], bool], deadline: float) -> bool:
         """Waits for a place among the running; False if the client went away meanwhile.

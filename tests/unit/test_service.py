@@ -86,6 +86,7 @@ class FakeMetric(SimpleNamespace):
     def observe(self, value):
         assert value >= 0
         self.family.values[self.key] += 1
+        self.family.history.append(value)
 
 
 class FakeTriton:
@@ -288,6 +289,27 @@ def test_requests_beyond_the_places_are_refused_at_once(bench):
         return [text_of(answer) for answer in await asyncio.gather(*admitted)]
 
     assert asyncio.run(scenario()) == [bench.codec.decode(bench.ids[:40])] * 3
+
+
+def test_the_time_in_the_queue_is_measured(bench):
+    async def scenario():
+        gate = asyncio.Event()
+        bench.script.pause = gate.wait
+        admitted = [asyncio.create_task(bench.serve()) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        gate.set()
+        await asyncio.gather(*admitted)
+        gate.clear()
+        running = [asyncio.create_task(bench.serve()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert await bench.serve(is_cancelled=lambda: True) == []  # leaves while it waits
+        gate.set()
+        await asyncio.gather(*running)
+
+    asyncio.run(scenario())
+    assert bench.metrics["masw_queue_seconds"][""] == 6, "each request once"
+    *at_once, left, waited = sorted(bench.metrics.families["masw_queue_seconds"].history)
+    assert min(left, waited) > 0.05 and max(at_once) < 0.05
 
 
 def test_a_place_is_free_again_after_each_end(bench):
