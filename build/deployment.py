@@ -21,9 +21,14 @@ class Layout:
     missing: tuple[Path, ...]
 
 
+def is_embedded(recipe: Recipe) -> bool:
+    """Whether this is the pair that needs no files of its own."""
+    return recipe.lane == Lane.CPU and recipe.name == EMBEDDED
+
+
 def pair_folder(recipe: Recipe, places: Places) -> Path:
     """Where the models of a recipe find their pair."""
-    if recipe.name == EMBEDDED:
+    if is_embedded(recipe):
         from .checkpoint import pair_place
 
         return pair_place(recipe)
@@ -38,19 +43,19 @@ def repository_config(recipe: Recipe, places: Places) -> RepositoryConfig:
 def lay_out(
     recipe: Recipe, places: Places, out: Path | None = None, decoupled: bool | None = None
 ) -> Layout:
-    """Writes the repository to `out` (the recipe's place when None) and, gpu lane, the pair.
+    """Writes the repository to `out` (the recipe's place when None), and the pair.
 
     decoupled: instead of the recipe's own. The embedded pair is prepared if it is not yet.
     """
     config = repository_config(recipe, places)
     if decoupled is not None:
         config = replace(config, decoupled=decoupled)
-    if recipe.lane == Lane.GPU:
-        write_recipe_pair(recipe, places)
-    elif recipe.name == EMBEDDED:
+    if is_embedded(recipe):
         from .checkpoint import prepare_embedded_pair
 
         prepare_embedded_pair()
+    else:
+        write_recipe_pair(recipe, places)
     out = out or places.repository
     changed = write_repository(config, out)
     return Layout(out, Path(config.recipe), tuple(changed), _missing(config))
