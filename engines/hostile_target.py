@@ -26,9 +26,7 @@ from .messages import (
     Verdict,
 )
 from .patience import Patience
-from .trtllm_calls import padded_vocab
-
-VOCAB_MULTIPLE = 64  # AWQ's; the width of the logits that the hostile target asks for
+from .trtllm_folder import AWQ_VOCAB_MULTIPLE, padded_vocab
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class HostileTarget(Target):
         drafts, logits, width = (
             len(call.proposal.ids),
             call.proposal.logits,
-            padded_vocab(self._vocab, VOCAB_MULTIPLE),
+            padded_vocab(self._vocab, AWQ_VOCAB_MULTIPLE),
         )
         needed = len(call.ids) + call.output_tokens + (drafts or self._max_draft_tokens)
         for broken, message in (

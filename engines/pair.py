@@ -167,16 +167,7 @@ def _load_trtllm_target(directory: Path, pair: Pair, folder: Path) -> TrtllmTarg
     generation = target / "generation_config.json"
     if is_target_engine(target) and not generation.is_file():
         raise PairError(f"{target} has no generation_config.json; copy the model's into it")
-    built = TargetEngine.load(folder)
-    for name, value, limit, flag in (
-        ("max_length", pair.max_length, built.max_length, "max_seq_len"),
-        ("max_draft_tokens", pair.max_draft_tokens, built.max_draft_len, "max_draft_len"),
-    ):
-        if value > limit:
-            raise PairError(
-                f"{name} is {value}; the engine in {folder} allows up to {limit}: lower it, or "
-                f"build the engine again with a larger --{flag}"
-            )
+    TargetEngine.load(folder).check_use(pair.max_length, pair.max_draft_tokens)
     return TrtllmTarget(folder, end_ids(target))
 
 
