@@ -415,8 +415,9 @@ def test_the_kind_of_target_follows_from_its_folder(pair, folder, tmp_path, mode
     engine = (folder / "target").rename(folder / "engine")
     (folder / "target").symlink_to(model_dir("llama"))
     assert not isinstance(load_target(folder), TrtllmTarget)
-    beside = load_target(folder, engine=engine)
+    beside = load_target(folder, engine=engine, settings=ExecutorSettings(time_limit=7))
     assert isinstance(beside, TrtllmTarget) and beside.end_ids == (2,)
+    assert beside.settings.time_limit == 7
 
 
 @pytest.mark.parametrize(
