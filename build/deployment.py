@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..engines.recipe import Lane, Places, Recipe
 from ..engines.recipes import EMBEDDED
+from ..engines.trtllm_folder import is_target_engine
 from .pair_folder import missing_parts, write_recipe_pair
 from .repository import RepositoryConfig, write_repository
 
@@ -64,6 +65,6 @@ def lay_out(
 def _missing(config: RepositoryConfig) -> tuple[Path, ...]:
     pair = Path(config.recipe)
     missing = [pair / name for name in missing_parts(pair)]
-    if config.target is not None and not (Path(config.target.engine) / "config.json").is_file():
+    if config.target is not None and not is_target_engine(Path(config.target.engine)):
         missing.append(Path(config.target.engine))
     return tuple(missing)
