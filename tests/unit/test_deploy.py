@@ -135,6 +135,13 @@ def test_a_server_that_gives_no_token_any_more_is_ended(stage):
     assert code == 71 and re.search(r"not ready for \d s: no token came", said) and stage.is_gone()
 
 
+def test_a_server_that_says_it_is_not_ready_any_more_is_ended_too(stage):
+    process = stage.launch('{"sick": 1}', MASW_WATCH_SECONDS=1, MASW_HANG_SECONDS=2)
+    code, said = stage.finish(process)
+    assert code == 71 and re.search(r"not ready for \d s: /v2/health/ready", said)
+    assert stage.is_gone()
+
+
 def test_models_are_named_by_real_log_lines(tmp_path):
     log = tmp_path / "log"
     log.write_text(
