@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...engines.recipe import Recipe
-from .finding import Finding, failed, judged, unknown
+from .finding import Finding, failed, judged, ok, unknown
 from .subject import Subject
 
 LEAST_SM = 80
@@ -23,7 +23,7 @@ def gpu_findings(subject: Subject) -> list[Finding]:
         remedy = "change target.gpus and draft.gpu, or give the container more GPUs (--gpus all)"
         return [failed("GPUs", found, remedy)]
     names = ", ".join(sorted({machine.gpu(index).name for index in used}))
-    present = judged("GPUs", True, f"{used}: {names}", "")
+    present = ok("GPUs", f"{used}: {names}")
     return [present, *(_architecture(subject, *role) for role in _roles(recipe))]
 
 

@@ -88,7 +88,7 @@ def memory_findings(subject: Subject) -> list[Finding]:
 
 
 def _device_bytes(subject: Subject, gpus: tuple[int, ...]) -> float | None:
-    """Of the emptiest choice: what the fullest device has free, or what the caller states."""
+    """The least free bytes of these devices, or what the caller states."""
     if subject.gpu_memory is not None:
         return subject.gpu_memory * GIB
     found = [subject.machine.gpu(index) for index in gpus]
