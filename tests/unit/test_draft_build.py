@@ -5,13 +5,14 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from masw.build.calibration import Calibration
@@ -126,6 +127,15 @@ def test_what_cannot_be_built_is_refused_by_name(options, message):
     result = call(*options, code=1)
     assert result.stderr.startswith("masw-build: ") and result.stderr.count("\n") == 1
     assert re.search(message, result.stderr)
+
+
+def test_the_help_states_the_defaults_that_a_build_has():
+    """typer's own defaults are never used, only shown."""
+    shown = {each.name: each.default for each in get_command(app).commands["draft"].params}
+    settings = asdict(DraftSettings())
+    assert {name: shown[name] for name in settings if name != "memory"} == {
+        name: value for name, value in settings.items() if name != "memory"
+    }
 
 
 def test_a_build_checks_what_is_cheap_first(tmp_path):
