@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -50,6 +51,19 @@ def test_shipped_recipes_are_checked_anywhere(name, tmp_path):
         ("repository", f"masw-build repository {name} --root {tmp_path}"),
     ):
         assert told[part].state == State.FAILED and command in told[part].remedy
+
+
+def test_remedies_are_commands_that_a_shell_takes(tmp_path):
+    """Folders and files may have blanks in their names."""
+    root, file = tmp_path / "my models", str(tmp_path / "my recipe.yaml")
+    subject = Subject(load_recipe(GPU_RECIPES[0]), Places(root), Machine(), recipe_name=file)
+    told = {finding.name: finding.remedy for finding in preflight(subject)}
+    for part, words in (
+        ("draft engine", ["masw-build", "draft", "--recipe", file, "--root", str(root)]),
+        ("target engine", ["masw-build", "target", file, "--root", str(root)]),
+        ("repository", ["masw-build", "repository", file, "--root", str(root)]),
+    ):
+        assert shlex.split(told[part].partition(": ")[2]) == words
 
 
 @pytest.mark.parametrize("name", GPU_RECIPES)
