@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +25,8 @@ from ..engines.recipe import Package, Recipe, load_recipe, recipe_folder
 from ..engines.recipes import EMBEDDED
 from ..plugins.slot_attention.rule import MemoryRule
 from .pair_folder import ADAPTOR, DRAFT, TARGET, write_pair_folder
+from .progress import Say
 from .triton_install import masw_home
-
-Say = Callable[[str], None]
 
 
 class CheckpointError(RuntimeError):

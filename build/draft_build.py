@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,8 +26,8 @@ from .network.attention import plugin_attention
 from .network.draft import DraftNetwork, draft_network
 from .network.quantized import QuantizedLinear
 from .output_folder import staged, write_provenance
+from .progress import Say
 
-Say = Callable[[str], None]
 TIMING_CACHE = "timing.cache"
 PLUGIN, NATIVE = "plugin", "native"  # the attention of an engine
 

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from ..engines import architectures
 from ..engines.recipe import load_recipe, recipe_names
-from .draft_plan import CONTAINER, DraftPlan, memory_card, shape_card, summary
+from ..engines.trtllm_module import CONTAINER
+from .draft_plan import DraftPlan, memory_card, shape_card, summary
 from .draft_settings import DraftSettings
 from .failures import failures
 

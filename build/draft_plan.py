@@ -12,11 +12,10 @@ from ..engines.draft_io import DraftIO, IoTensor, Profile
 from ..plugins.slot_attention.rule import MemoryRule
 from .bench.record import new_card
 from .draft_scheme import NONE, Scheme, find_scheme, linear_shapes
+from .output_folder import GIB
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-CONTAINER = "tritonserver:26.04-trtllm-python-py3"
 LENGTHS = (8_192, 32_768, 131_072)  # of the memory table
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -22,9 +22,8 @@ from .bench.texts import plain_ids
 from .calibration import Calibration
 from .draft_scheme import Scheme
 from .network.quantized import Fp8Linear, Int4Linear, QuantizedLinear
+from .progress import Say
 from .target_quantization import quantize
-
-Say = Callable[[str], None]
 
 
 def quantize_draft(

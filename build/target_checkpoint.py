@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,11 +22,11 @@ from ..engines import architectures
 from ..engines.text import TextCodec
 from .calibration import Calibration
 from .output_folder import GIB, check_space, staged, write_provenance
+from .progress import Say
 from .target_folder import CONFIG, CheckpointError, check_rank, complete, model_fingerprint
 from .target_plan import TargetPlan
 from .target_quantization import check_modelopt, modelopt, quantize
 
-Say = Callable[[str], None]
 DECODER_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
 
 

@@ -15,14 +15,16 @@ from rich.table import Table
 
 from ..engines import architectures
 from ..engines.recipe import Places, load_recipe
+from ..engines.trtllm_module import CONTAINER
 from .bench.record import new_card
 from .calibration import LENGTH, SAMPLES, Calibration
 from .failures import failures
 from .output_folder import GIB, is_used
+from .progress import Say
 from .target_build import EngineJob, build_engine
-from .target_checkpoint import CheckpointJob, Say, write_checkpoint
+from .target_checkpoint import CheckpointJob, write_checkpoint
 from .target_folder import check_checkpoint
-from .target_plan import IMAGE, TargetPlan
+from .target_plan import TargetPlan
 from .target_tensors import RankTensor
 
 WIDTH = 110  # columns that the longest row takes
@@ -138,7 +140,7 @@ def _show(build: TargetBuild, as_json: bool) -> None:
         f"{plan.cache_bytes / 1024:,.0f} KiB on each GPU",
         markup=False,
     )
-    typer.echo(f"in the container {IMAGE}:\n{shlex.join(command)}")
+    typer.echo(f"in the container {CONTAINER}:\n{shlex.join(command)}")
 
 
 def tensor_card(plan: TargetPlan) -> Table:

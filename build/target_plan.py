@@ -14,7 +14,6 @@ from ..engines.recipe import Recipe, TargetRecipe
 from .target_tensors import BITS, BLOCKS, Shards
 
 BUILDER = "trtllm-build"
-IMAGE = "nvcr.io/nvidia/tritonserver:26.04-trtllm-python-py3"
 ALGORITHMS = {"none": None, "fp8": "FP8", "int4_awq": "W4A16_AWQ", "nvfp4": "NVFP4"}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-GIB = 2**30
 DISTRIBUTIONS = ("tensorrt-llm", "tensorrt", "torch", "transformers", "nvidia-pytriton")
 QUERY = ("index", "name", "compute_cap", "memory.total", "memory.free")
 SHARED_MEMORY = Path("/dev/shm")

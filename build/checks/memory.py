@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from ...engines.draft_io import DraftIO
 from ...engines.recipe import Recipe
 from ..draft_plan import BYTES, DraftPlan
+from ..output_folder import GIB
 from ..target_plan import TargetPlan
 from .finding import Finding, failed, ok, unknown
-from .machine import GIB
 from .subject import Subject
 
 CONTEXT = GIB  # CUDA context, communication buffers, workspaces: a guess per process
