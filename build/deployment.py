@@ -24,7 +24,7 @@ class Layout:
 def pair_folder(recipe: Recipe, places: Places) -> Path:
     """Where the models of a recipe find their pair."""
     if recipe.name == EMBEDDED:
-        from .checkpoint import pair_place
+        from .embedded_pair import pair_place
 
         return pair_place(recipe)
     return places.pair
@@ -48,7 +48,7 @@ def lay_out(
     if recipe.lane == Lane.GPU:
         write_recipe_pair(recipe, places)
     elif recipe.name == EMBEDDED:
-        from .checkpoint import prepare_embedded_pair
+        from .embedded_pair import prepare_embedded_pair
 
         prepare_embedded_pair()
     out = out or places.repository

@@ -305,7 +305,7 @@ def test_versions_and_packages_that_are_missing_are_named(monkeypatch):
     old = SimpleNamespace(__name__="tensorrt", __version__="9.3", DataType=SimpleNamespace(FP8=1))
     with pytest.raises(ValueError, match=r"tensorrt 9\.3 has no data type INT4: use version 10"):
         SCHEMES["int4_awq"].check_module(old)
-    monkeypatch.setitem(sys.modules, "modelopt.torch", None)
+    monkeypatch.setitem(sys.modules, "modelopt.torch.export", None)
     with pytest.raises(ImportError, match=r"ModelOpt cannot be imported .* pip install"):
         SCHEMES["fp8"].check_module(old)
 
