@@ -21,6 +21,7 @@ from .calibration import LENGTH, SAMPLES, Calibration
 from .failures import failures
 from .output_folder import GIB, is_used
 from .progress import Say
+from .quantization import QUANTIZATIONS
 from .target_build import EngineJob, build_engine
 from .target_checkpoint import CheckpointJob, write_checkpoint
 from .target_folder import check_checkpoint
@@ -28,7 +29,7 @@ from .target_plan import TargetPlan
 from .target_tensors import RankTensor
 
 WIDTH = 110  # columns that the longest row takes
-AWQ_SAMPLES = 32  # AWQ searches over all of them
+AWQ_SAMPLES = QUANTIZATIONS["int4_awq"].samples
 
 
 def target(
@@ -62,7 +63,7 @@ def target(
         plan = TargetPlan(load_recipe(recipe))
         text = None
         if calibration is not None:
-            count = AWQ_SAMPLES if plan.target.quantization == "int4_awq" else SAMPLES
+            count = QUANTIZATIONS[plan.target.quantization].samples
             samples = count if calibration_samples is None else calibration_samples
             text = Calibration(calibration, samples, calibration_length)
         build = TargetBuild.of(plan, root, model, workers, text)

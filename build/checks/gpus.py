@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ...engines.recipe import Recipe
+from ..quantization import QUANTIZATIONS
 from .finding import Finding, failed, judged, ok, unknown
 from .subject import Subject
 
-LEAST_SM = 80
-NEEDED_SM = {"none": LEAST_SM, "int4_awq": LEAST_SM, "fp8": 89, "nvfp4": 100}
 ABSENT = "no NVIDIA driver here"
 
 
@@ -30,10 +29,10 @@ def gpu_findings(subject: Subject) -> list[Finding]:
 def _roles(recipe: Recipe) -> list[tuple[str, tuple[int, ...], int]]:
     """(role, devices, SM needed)."""
     cache = "fp8" if recipe.target.kv_cache == "fp8" else "none"
-    target = max(NEEDED_SM[recipe.target.quantization], NEEDED_SM[cache])
+    target = max(QUANTIZATIONS[kind].sm for kind in (recipe.target.quantization, cache))
     return [
         ("target", recipe.target.gpus, target),
-        ("draft", (recipe.draft.gpu,), NEEDED_SM[recipe.draft.quantization]),
+        ("draft", (recipe.draft.gpu,), QUANTIZATIONS[recipe.draft.quantization].sm),
     ]
 
 

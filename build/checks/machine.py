@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..quantization import sm_of
+
 DISTRIBUTIONS = ("tensorrt-llm", "tensorrt", "torch", "transformers", "nvidia-pytriton")
 QUERY = ("index", "name", "compute_cap", "memory.total", "memory.free")
 SHARED_MEMORY = Path("/dev/shm")
@@ -31,8 +33,7 @@ class Gpu:
     @property
     def sm(self) -> int:
         """The compute capability as one number: 90 for "9.0"."""
-        major, minor = self.compute_capability.split(".")
-        return 10 * int(major) + int(minor)
+        return sm_of(self.compute_capability)
 
 
 @dataclass(frozen=True)

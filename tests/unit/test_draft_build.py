@@ -274,7 +274,7 @@ def test_quantised_weights_are_counted_layer_by_layer(name, scheme):
     for path, layer in decoder.named_modules():
         if isinstance(layer, nn.Linear) and path != "lm_head":
             outputs, inputs = layer.weight.shape
-            scales = inputs + outputs * inputs // 128 if scheme.block else 2
+            scales = inputs + outputs * inputs // 128 if scheme.name == "int4_awq" else 2
             saved += outputs * inputs * (item - scheme.bits / 8) - scales * item
     assert plan.weight_bytes - replace(plan, quantization=scheme.name).weight_bytes == saved
 
