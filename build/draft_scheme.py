@@ -8,8 +8,8 @@ from types import ModuleType
 
 from ..engines.config import DecoderConfig
 from ..engines.recipe import GPU_DRAFTS
+from .modelopt import check_modelopt
 from .quantization import QUANTIZATIONS, Quantization, sm_of
-from .target_quantization import check_modelopt
 
 NONE = "none"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
+from masw.build.modelopt import modelopt
 from masw.build.target_folder import CORRECTED, CheckpointError, check_checkpoint, complete
-from masw.build.target_quantization import modelopt
 from tests.models import random_ids
 from tests.targets import (
     by_hand,
