@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...engines.draft_io import DraftIO
 from ...engines.recipe import Recipe
 from ..draft_plan import BYTES, DraftPlan
 from ..output_folder import GIB
@@ -62,18 +61,7 @@ class TargetMemory:
 
 def draft_bytes(recipe: Recipe) -> int:
     """Device memory of the draft's process. Raises ValueError for limits the draft cannot have."""
-    draft, limits, model = recipe.draft, recipe.limits, recipe.draft_config()
-    io = DraftIO.of(
-        model,
-        recipe.memory,
-        max_sequences=limits.max_sequences,
-        max_length=limits.max_length,
-        dtype=draft.dtype,
-        chunk=limits.chunk,
-        logits=True,
-    )
-    plan = DraftPlan(model, io, limits.max_draft_tokens, draft.quantization)
-    return plan.total_bytes + CONTEXT
+    return DraftPlan.of(recipe).total_bytes + CONTEXT
 
 
 def memory_findings(subject: Subject) -> list[Finding]:

@@ -355,6 +355,7 @@ def test_every_gpu_recipe_is_planned_without_files(name, tmp_path):
         recipe.draft.quantization,
     )
     assert told == json.loads(json.dumps(plan.as_dict()))
+    assert DraftPlan.of(recipe) == plan  # what the preflight estimates
     assert result.stderr.endswith(f"masw-build draft --recipe {name}\n")
     # Files that are not there yet do not keep a root from being planned.
     with_root = call("--recipe", name, "--root", tmp_path, "--dry-run", "--json")
