@@ -13,13 +13,9 @@ from masw.build.checks.subject import Subject
 from masw.build.commands import app
 from masw.build.preflight import counted, preflight, table
 from masw.engines.recipe import Lane, Places, load_recipe, recipe_names
+from tests.deployments import GPU_RECIPES, failures
 
 GIB = 2**30
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
-
-
-def failures(findings) -> dict[str, Finding]:
-    return {name: each for name, each in findings.items() if each.state == State.FAILED}
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -22,10 +22,10 @@ from masw.build.repository import RepositoryConfig, model_configs, read_model_co
 from masw.build.trtllm_config import LEFT_OUT, BackendTarget
 from masw.engines.engine_folder import CONFIG, FORMAT
 from masw.engines.pair import Pair
-from masw.engines.recipe import Lane, Launch, Places, load_recipe, recipe_names
+from masw.engines.recipe import Launch, Places, load_recipe
 from tests import trtllm_layout
+from tests.deployments import GPU_RECIPES
 
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
 TP4 = "llama-3.1-70b-tp4-8b"
 
 

@@ -27,14 +27,14 @@ from masw.engines.config import DecoderConfig
 from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
 from masw.engines.engine_folder import ENGINE, Builder, DraftEngine, EngineFolderError
-from masw.engines.recipe import Lane, load_recipe, recipe_names
+from masw.engines.recipe import load_recipe
 from masw.engines.text import TextCodec
 from masw.plugins.slot_attention.rule import MemoryRule
+from tests.deployments import GPU_RECIPES
 from tests.models import MODELS, save_model
 from tests.tiny_tokenizers import TEXT, byte_level
 
 RULE = MemoryRule(128, 128, 16, 8)
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
 
 
 def call(*arguments, code=0):

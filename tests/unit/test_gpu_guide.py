@@ -13,7 +13,8 @@ from typer.main import get_command
 from masw.build import commands, perf, train
 from masw.clients import generate
 from masw.engines import architectures
-from masw.engines.recipe import Lane, load_recipe, recipe_folder, recipe_names
+from masw.engines.recipe import load_recipe, recipe_folder
+from tests.deployments import GPU_RECIPES
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "gpu.md").read_text()
@@ -24,7 +25,6 @@ PROGRAMS = {
     "masw-train": train.app,
 }
 BUILDS = {"draft", "target", "check", "repository", "launch"}
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
 
 
 def rows(heading: str) -> dict[str, list[str]]:

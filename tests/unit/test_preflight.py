@@ -25,6 +25,7 @@ from tests.deployments import (
     MACHINE,
     change_json,
     copy_deployment,
+    failures,
     recipe,
     tiny_architectures,
     write_deployment,
@@ -56,10 +57,6 @@ def checked(stated, places, machine=MACHINE, **options) -> dict[str, Finding]:
     findings = preflight(Subject(stated, places, machine, **options))
     assert len({finding.name for finding in findings}) == len(findings)
     return {finding.name: finding for finding in findings}
-
-
-def failures(findings) -> dict[str, Finding]:
-    return {name: each for name, each in findings.items() if each.state == State.FAILED}
 
 
 def test_a_whole_deployment_passes_every_check(stated, places):

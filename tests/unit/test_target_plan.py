@@ -20,12 +20,11 @@ from masw.build.commands import app
 from masw.build.modelopt import settings
 from masw.build.target_plan import TargetPlan
 from masw.engines.architectures import names
-from masw.engines.recipe import Recipe, load_recipe, recipe_names
+from masw.engines.recipe import Recipe, load_recipe
+from tests.deployments import GPU_RECIPES
 from tests.models import hf_config, save_model
 from tests.targets import NAME, SIZES, known, plan_of, recipe_data
 from tests.tiny_tokenizers import byte_level
-
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == "gpu"]
 
 
 def call(*arguments, code=0):
