@@ -26,7 +26,7 @@ from tests.tiny_tokenizers import byte_level
 
 TARGET, DRAFT = "llama", "llama-tied"  # architectures by the names of `tests.models`
 TENSORRT = "10.14.1.48"
-GPUS = tuple(Gpu(index, "H100", "9.0", 79.6, 79.0) for index in range(3))
+GPUS = tuple(Gpu(index, "H100", "9.0", 79.0) for index in range(3))
 MACHINE = Machine(
     versions={"tensorrt-llm": "1.2.1", "tensorrt": TENSORRT},
     gpus=GPUS,

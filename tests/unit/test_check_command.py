@@ -69,8 +69,8 @@ def test_shipped_recipes_fit_gpus_of_80_gb(name, tmp_path):
     assert memory and all(each.state == State.OK for each in memory), memory
 
 
-SMI = """0, NVIDIA H100 80GB HBM3, 9.0, 81559, 80900
-1, NVIDIA H100 80GB HBM3, 9.0, 81559, 1024
+SMI = """0, NVIDIA H100 80GB HBM3, 9.0, 80900
+1, NVIDIA H100 80GB HBM3, 9.0, 1024
 """
 HEAD = "| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: 13.0 |"
 
@@ -83,7 +83,7 @@ def test_gpus_are_read_from_nvidia_smi():
         return SMI if len(command) > 1 else HEAD
 
     first, second = read_gpus(run)
-    assert first == Gpu(0, "NVIDIA H100 80GB HBM3", "9.0", 81559 / 1024, 80900 / 1024)
+    assert first == Gpu(0, "NVIDIA H100 80GB HBM3", "9.0", 80900 / 1024)
     assert (first.sm, second.free) == (90, 1.0) and asked[0][0] == "nvidia-smi"
     assert read_cuda(run) == (13, 0)
     assert read_gpus(lambda command: None) is None and read_cuda(lambda command: None) is None

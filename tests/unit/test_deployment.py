@@ -19,7 +19,7 @@ from masw.build.launch import launch_plan, visible_devices
 from masw.build.output_folder import staged
 from masw.build.pair_folder import missing_parts, write_pair_folder
 from masw.build.repository import RepositoryConfig, model_configs, read_model_config
-from masw.build.trtllm_config import LEFT_OUT, BackendTarget
+from masw.build.trtllm_config import BackendTarget
 from masw.engines.engine_folder import CONFIG, FORMAT
 from masw.engines.pair import Pair
 from masw.engines.recipe import Launch, Places, load_recipe
@@ -87,8 +87,8 @@ def test_every_setting_of_the_template_is_decided(tmp_path):
     keys = set(trtllm_layout.KEYS.split()) - trtllm_layout.ELSEWHERE
     keys = {trtllm_layout.PARAMETERS.get(key, key) for key in keys}
     target = messages(TP4, tmp_path)["tensorrt_llm"]
-    assert not set(LEFT_OUT) & set(target.parameters)
-    assert keys <= set(LEFT_OUT) | set(target.parameters)
+    assert not set(trtllm_layout.LEFT_OUT) & set(target.parameters)
+    assert keys <= set(trtllm_layout.LEFT_OUT) | set(target.parameters)
     assert set(target.parameters) - keys == {"executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"}
 
 
