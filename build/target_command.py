@@ -138,7 +138,7 @@ def _show(build: TargetBuild, as_json: bool) -> None:
     console.print(rank_card(plan))
     console.print(
         f"checkpoint {plan.checkpoint_bytes / GIB:,.2f} GiB; keys and values of a token "
-        f"{plan.cache_bytes / 1024:,.0f} KiB on each GPU",
+        f"{plan.kv_bytes_per_token / 1024:,.0f} KiB on each GPU",
         markup=False,
     )
     typer.echo(f"in the container {CONTAINER}:\n{shlex.join(command)}")

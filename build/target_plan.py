@@ -79,7 +79,7 @@ class TargetPlan:
         return count - self.model.tied_embeddings * shards.last_stage[-1].bytes
 
     @property
-    def cache_bytes(self) -> int:
+    def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token on one rank."""
         shards = self.shards
         bits = 8 if self.target.kv_cache == "fp8" else BITS[self.target.dtype]
@@ -170,7 +170,7 @@ class TargetPlan:
             "recipe": self.recipe.name,
             "config": self.config,
             "checkpoint_bytes": self.checkpoint_bytes,
-            "cache_bytes_per_token": self.cache_bytes,
+            "cache_bytes_per_token": self.kv_bytes_per_token,
             "ranks": [
                 {
                     "rank": rank,

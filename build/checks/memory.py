@@ -37,7 +37,7 @@ class TargetMemory:
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token on one rank."""
-        return self.plan.cache_bytes
+        return self.plan.kv_bytes_per_token
 
     @property
     def activation_bytes(self) -> int:
