@@ -138,6 +138,7 @@ class DraftSettings:
         """The architecture of a folder, or a known one by name where only a plan is wanted."""
         folder = Path(self.model)
         if folder.is_dir():
+            architectures.check_model_folder(folder)
             if self.architecture is not None:
                 return architectures.check_folder(self.architecture, folder)
             return DecoderConfig.load(folder)

@@ -43,8 +43,7 @@ class CheckpointJob:
     def check(self) -> None:
         """Raises ValueError for what would fail later: folder, weights, text, disk, memory."""
         plan = self.plan
-        if not (self.model / CONFIG).is_file():
-            raise ValueError(f"{self.model} is no model folder: it has no config.json")
+        architectures.check_model_folder(self.model)
         architectures.check_folder(plan.target.architecture, self.model)
         if not any(self.model.glob("*.safetensors")):
             raise ValueError(f"{self.model} has no weights: no *.safetensors lies there")

@@ -149,6 +149,9 @@ def test_a_build_checks_what_is_cheap_first(tmp_path):
     (tmp_path / "full" / "x").touch()
     options = [*lengths, "--interval", "0", "--out", tmp_path / "full"]
     assert "is not empty" in call(model, *options, code=1).stderr
+    options[-1] = model / "config.json"  # a file
+    assert "is not empty" in call(model, *options, code=1).stderr
+    assert "is no model folder: it has no config.json" in call(tmp_path, *options, code=1).stderr
     options[-1] = tmp_path / "new"
     told = call(model, *options, "--module", "tensorrt", code=1).stderr
     assert "tensorrt is not installed: run in NVIDIA's TensorRT-LLM container" in told
