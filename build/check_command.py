@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..engines.recipe import Lane, Places, Recipe, load_recipe
+from ..engines.places import Places
+from ..engines.recipe import Lane, Recipe, load_recipe
 from .checks.finding import State
 from .checks.machine import Machine
 from .checks.subject import Subject

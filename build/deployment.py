@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..engines.recipe import Lane, Places, Recipe
+from ..engines.places import Places
+from ..engines.recipe import Lane, Recipe
 from ..engines.recipes import EMBEDDED
 from .pair_folder import missing_parts, write_recipe_pair
 from .repository import RepositoryConfig, write_repository

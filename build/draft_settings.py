@@ -11,7 +11,8 @@ from ..engines import architectures
 from ..engines.adaptor import read_header
 from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO
-from ..engines.recipe import Lane, Places, Recipe
+from ..engines.places import Places
+from ..engines.recipe import Lane, Recipe
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from .calibration import Calibration
 from .draft_build import NATIVE, PLUGIN, DraftBuild, build_draft

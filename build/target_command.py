@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engines import architectures
-from ..engines.recipe import Places, load_recipe
+from ..engines.places import Places
+from ..engines.recipe import load_recipe
 from ..engines.trtllm_module import CONTAINER
 from .bench.record import new_card
 from .calibration import LENGTH, SAMPLES, Calibration

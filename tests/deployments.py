@@ -19,7 +19,8 @@ from masw.engines.adaptor import AdaptorConfig
 from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
 from masw.engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
-from masw.engines.recipe import Lane, Places, Recipe, load_recipe, recipe_names
+from masw.engines.places import Places
+from masw.engines.recipe import Lane, Recipe, load_recipe, recipe_names
 from masw.engines.tokens import tokens_sha256
 from tests.models import hf_config, save_model
 from tests.tiny_tokenizers import byte_level

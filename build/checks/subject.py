@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from ...engines.recipe import Places, Recipe
+from ...engines.places import Places
+from ...engines.recipe import Recipe
 from .machine import Machine
 
 

@@ -23,7 +23,8 @@ from masw.build.triton_server import (
     find_installation,
     free_ports,
 )
-from masw.engines.recipe import Places, load_recipe
+from masw.engines.places import Places
+from masw.engines.recipe import load_recipe
 from tests.triton.serving import PATIENCE
 
 pytestmark = pytest.mark.triton

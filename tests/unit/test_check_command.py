@@ -12,7 +12,8 @@ from masw.build.checks.machine import Gpu, Machine, read_cuda, read_gpus
 from masw.build.checks.subject import Subject
 from masw.build.commands import app
 from masw.build.preflight import counted, preflight, table
-from masw.engines.recipe import Lane, Places, load_recipe, recipe_names
+from masw.engines.places import Places
+from masw.engines.recipe import Lane, load_recipe, recipe_names
 from tests.deployments import GPU_RECIPES, failures
 
 GIB = 2**30

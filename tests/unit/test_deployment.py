@@ -22,7 +22,8 @@ from masw.build.repository import RepositoryConfig, model_configs, read_model_co
 from masw.build.trtllm_config import BackendTarget
 from masw.engines.engine_folder import CONFIG, FORMAT
 from masw.engines.pair import Pair
-from masw.engines.recipe import Launch, Places, load_recipe
+from masw.engines.places import Places
+from masw.engines.recipe import Launch, load_recipe
 from tests import trtllm_layout
 from tests.deployments import GPU_RECIPES
 
