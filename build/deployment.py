@@ -8,6 +8,7 @@ from pathlib import Path
 from ..engines.places import Places
 from ..engines.recipe import Lane, Recipe
 from ..engines.recipes import EMBEDDED
+from ..engines.trtllm_folder import is_target_engine
 from .pair_folder import missing_parts, write_recipe_pair
 from .repository import RepositoryConfig, write_repository
 
@@ -22,9 +23,14 @@ class Layout:
     missing: tuple[Path, ...]
 
 
+def is_embedded(recipe: Recipe) -> bool:
+    """Whether this is the pair that needs no files of its own."""
+    return recipe.lane == Lane.CPU and recipe.name == EMBEDDED
+
+
 def pair_folder(recipe: Recipe, places: Places) -> Path:
     """Where the models of a recipe find their pair."""
-    if recipe.name == EMBEDDED:
+    if is_embedded(recipe):
         from .embedded_pair import pair_place
 
         return pair_place(recipe)
@@ -39,19 +45,19 @@ def repository_config(recipe: Recipe, places: Places) -> RepositoryConfig:
 def lay_out(
     recipe: Recipe, places: Places, out: Path | None = None, decoupled: bool | None = None
 ) -> Layout:
-    """Writes the repository to `out` (the recipe's place when None) and, gpu lane, the pair.
+    """Writes the repository to `out` (the recipe's place when None), and the pair.
 
     decoupled: instead of the recipe's own. The embedded pair is prepared if it is not yet.
     """
     config = repository_config(recipe, places)
     if decoupled is not None:
         config = replace(config, decoupled=decoupled)
-    if recipe.lane == Lane.GPU:
-        write_recipe_pair(recipe, places)
-    elif recipe.name == EMBEDDED:
+    if is_embedded(recipe):
         from .embedded_pair import prepare_embedded_pair
 
         prepare_embedded_pair()
+    else:
+        write_recipe_pair(recipe, places)
     out = out or places.repository
     changed = write_repository(config, out)
     return Layout(out, Path(config.recipe), tuple(changed), _missing(config))
@@ -60,6 +66,6 @@ def lay_out(
 def _missing(config: RepositoryConfig) -> tuple[Path, ...]:
     pair = Path(config.recipe)
     missing = [pair / name for name in missing_parts(pair)]
-    if config.target is not None and not (Path(config.target.engine) / "config.json").is_file():
+    if config.target is not None and not is_target_engine(Path(config.target.engine)):
         missing.append(Path(config.target.engine))
     return tuple(missing)

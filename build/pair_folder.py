@@ -44,8 +44,17 @@ def write_recipe_pair(recipe: Recipe, places: Places) -> None:
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """Names of the parts that are no files or folders, or links to none."""
-    return [name for name in PARTS if not (folder / name).exists()]
+    """Names of the parts that are no files or folders, or links to none; a draft without slots
+    needs no adaptor. Raises PairError for a damaged pair.json."""
+    if not (folder / "pair.json").is_file():
+        return ["pair.json"]
+    needed = PARTS if Pair.load(folder).memory.interval else (TARGET, DRAFT)
+    return [name for name in needed if not (folder / name).exists()]
+
+
+def strayed_parts(folder: Path, parts: Mapping[str, Path]) -> list[str]:
+    """Names of the parts that lead elsewhere than to these places."""
+    return [name for name, place in parts.items() if (folder / name).resolve() != place.resolve()]
 
 
 def _link(link: Path, place: Path) -> None:

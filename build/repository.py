@@ -81,7 +81,7 @@ class RepositoryConfig:
             )
 
     @classmethod
-    def of(cls, recipe: Recipe, pair: Path, places: Places | None = None) -> "RepositoryConfig":
+    def of(cls, recipe: Recipe, pair: Path, places: Places) -> "RepositoryConfig":
         """What a recipe states, for the pair in a folder.
 
         places: where a gpu recipe's files lie; the models get absolute paths, so that the server
@@ -98,7 +98,7 @@ class RepositoryConfig:
         )
         if recipe.lane == Lane.CPU:
             return config
-        engine = (places or Places(pair.parent)).target_engine.absolute()
+        engine = places.target_engine.absolute()
         target = BackendTarget(str(engine), recipe.target.gpus, recipe.target.kv_fraction)
         return replace(config, draft_gpu=recipe.draft.gpu, target=target)
 

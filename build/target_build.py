@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..engines.trtllm_folder import EngineConfig
 from ..engines.trtllm_module import CONTAINER
 from .output_folder import check_space, check_unused, staged, write_provenance
 from .progress import Say
@@ -164,16 +164,15 @@ def _last_lines(log: Path, most: int) -> str:
 
 def _check_config(plan: TargetPlan, stage: Path) -> None:
     """What trtllm-build may change with a warning only, and the loop cannot do without."""
-    path = stage / "config.json"
-    if not path.is_file():
+    if not (stage / "config.json").is_file():
         raise TargetBuildError(f"{BUILDER} wrote no config.json beside the engines")
-    built = json.loads(path.read_text()).get("build_config", {})
-    if built.get("max_draft_len") != plan.target.max_draft_len:
+    built = EngineConfig.load(stage)
+    if built.number("max_draft_len") != plan.target.max_draft_len:
         raise TargetBuildError(
-            f"{BUILDER} built engines of max_draft_len {built.get('max_draft_len')}; the recipe "
+            f"{BUILDER} built engines of max_draft_len {built.number('max_draft_len')}; the recipe "
             f"wants {plan.target.max_draft_len}"
         )
-    if built.get("plugin_config", {}).get("use_paged_context_fmha") is False:
+    if not built.paged_context:
         raise TargetBuildError(
             f"{BUILDER} turned use_paged_context_fmha off, so prefixes could not be reused; its "
             "log says why"

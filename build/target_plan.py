@@ -11,6 +11,7 @@ from typing import Any
 
 from ..engines.config import DecoderConfig, RopeConfig
 from ..engines.recipe import Recipe, TargetRecipe
+from ..engines.trtllm_folder import AWQ_VOCAB_MULTIPLE
 from .quantization import QUANTIZATIONS
 from .target_tensors import BITS, Shards
 
@@ -25,7 +26,6 @@ ARCHITECTURES = {
 # NVIDIA advises the plugin for 16-bit weights and against it for FP8.
 GEMM_PLUGINS = {"none": "auto", "fp8": "disable", "int4_awq": "auto", "nvfp4": "nvfp4"}
 FP8_CACHES = ("fp8", "nvfp4")  # weights beside which an FP8 cache may be paged
-AWQ_VOCABULARY = 64  # ModelOpt pads the vocabulary of an AWQ model to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -230,11 +230,11 @@ def _check_blocks(model: DecoderConfig, target: TargetRecipe) -> None:
             f"{kind.name} needs multiples of {kind.block}: lower target.tensor_parallel "
             "or use fp8"
         )
-    if target.quantization == "int4_awq" and model.vocab_size % AWQ_VOCABULARY:
+    if target.quantization == "int4_awq" and model.vocab_size % AWQ_VOCAB_MULTIPLE:
         raise ValueError(
             f"vocab_size is {model.vocab_size}; ModelOpt pads it to a multiple of "
-            f"{AWQ_VOCABULARY} for int4_awq, and TensorRT-LLM would sample the padding: use fp8, "
-            "nvfp4 or none"
+            f"{AWQ_VOCAB_MULTIPLE} for int4_awq, and TensorRT-LLM would sample the padding: use "
+            "fp8, nvfp4 or none"
         )
 
 

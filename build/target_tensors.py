@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..engines.config import DecoderConfig
 from ..engines.recipe import TargetRecipe
+from ..engines.trtllm_folder import padded_vocab
 from .quantization import QUANTIZATIONS
 
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "int8": 8, "uint8": 8}
@@ -41,8 +42,10 @@ class Shards:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of embedding and head on one rank; the vocabulary is padded to whole rows."""
-        return math.ceil(self.model.vocab_size / self.target.tensor_parallel)
+        """Rows of embedding and head on one rank; the vocabulary is padded to a multiple of
+        tensor_parallel."""
+        ranks = self.target.tensor_parallel
+        return padded_vocab(self.model.vocab_size, ranks) // ranks
 
     @property
     def kv_heads(self) -> int:

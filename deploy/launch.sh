@@ -129,18 +129,18 @@ revive_draft() {
 }
 
 watch() {
-    local seen=$SECONDS waited
+    local seen=$SECONDS waited code
     while true; do
         for ((waited = 0; waited < watch_seconds && signals == 0; waited++)); do pause 1; done
         ((signals == 0)) || drain
         running || ended
         revive_draft
-        if reason=$("$here/ready.sh" 2>&1); then
-            seen=$SECONDS
-        elif [[ $reason != "ready: no token"* ]]; then
-            seen=$SECONDS # the loop model is unloaded: somebody drains
+        reason=$("$here/ready.sh" 2>&1)
+        code=$?
+        if ((code == 0 || code == 3)); then
+            seen=$SECONDS # 3: the loop model is unloaded, somebody drains
         elif ((signals == 0 && SECONDS - seen >= hang_seconds)); then
-            say "no token for $((SECONDS - seen)) s: ${reason#ready: }"
+            say "not ready for $((SECONDS - seen)) s: ${reason#ready: }"
             end_server
             exit 71
         fi

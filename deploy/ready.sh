@@ -6,7 +6,8 @@
 # Triton stays "ready" when a model's process is dead or a rank hangs. So, besides its own answer,
 # either tokens were emitted since the last look (a busy server is not asked for more), or one token
 # is asked for and comes within SECONDS (8). The last look is kept in $TMPDIR.
-# Exit code: 0 ready; 1 not, with the reason on stderr.
+# Exit code: 0 ready; 3 the loop model is unloaded, as in a drain; 1 anything else. The reason is on
+# stderr.
 set -uo pipefail
 
 limit=${1:-8}
@@ -23,10 +24,11 @@ emitted() {
 }
 
 for page in health/ready "models/$loop/ready"; do
-    if ! answer=$("${ask[@]}" --max-time 2 --output /dev/null "$server/v2/$page" 2>&1); then
-        echo "ready: /v2/$page on port $port is not 200: $answer" >&2
-        exit 1
-    fi
+    answer=$("${ask[@]}" --max-time 2 --output /dev/null "$server/v2/$page" 2>&1) && continue
+    code=$?
+    echo "ready: /v2/$page on port $port is not 200: $answer" >&2
+    [[ $page == models/* && $code == 22 ]] && exit 3 # the server answered, with an error status
+    exit 1
 done
 now=$(emitted)
 if [[ -f $seen && $now -gt $(<"$seen") ]]; then
@@ -39,4 +41,4 @@ if ! answer=$("${ask[@]}" --max-time "$limit" --data "$body" \
     echo "ready: no token came within $limit s: ${answer:0:500}" >&2
     exit 1
 fi
-emitted >"$seen"
+emitted >"$seen" || true # without metrics the next look asks for a token again

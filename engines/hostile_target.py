@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -25,10 +26,11 @@ from .messages import (
     TargetUnavailable,
     Verdict,
 )
+from .pair import Pair, load_target
 from .patience import Patience
-from .trtllm_calls import padded_vocab
+from .trtllm_folder import AWQ_VOCAB_MULTIPLE, padded_vocab
 
-VOCAB_MULTIPLE = 64  # AWQ's; the width of the logits that the hostile target asks for
+DOOMED_ID = 0  # of a pair's hostile target: the first id of a prompt that it never answers
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class HostileTarget(Target):
         drafts, logits, width = (
             len(call.proposal.ids),
             call.proposal.logits,
-            padded_vocab(self._vocab, VOCAB_MULTIPLE),
+            padded_vocab(self._vocab, AWQ_VOCAB_MULTIPLE),
         )
         needed = len(call.ids) + call.output_tokens + (drafts or self._max_draft_tokens)
         for broken, message in (
@@ -173,3 +175,15 @@ class HostileTarget(Target):
         if not self._does("end_early"):
             return verdict
         return Verdict(verdict.ids[: self._random.randrange(1, call.output_tokens + 1)])
+
+
+def load_hostile_target(directory: Path, max_sequences: int = 8) -> HostileTarget:
+    """A pair's torch target behind `HostileTarget`; prompts that begin with `DOOMED_ID` fail."""
+    pair, target = Pair.load(directory), load_target(directory, max_sequences)
+    return HostileTarget(
+        target,
+        target.decoder.config.vocab_size,
+        max_seq_len=pair.max_length + pair.max_draft_tokens,
+        max_draft_tokens=pair.max_draft_tokens,
+        habits=Habits(doomed_id=DOOMED_ID),
+    )

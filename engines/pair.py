@@ -24,7 +24,6 @@ from .decoder import Decoder
 from .draft import TorchDraft
 from .engine_folder import DraftEngine, file_sha256, is_engine_folder
 from .executor import TensorRTExecutor
-from .hostile_target import Habits, HostileTarget
 from .int8 import to_int8
 from .recipe import CPU_DRAFTS, GPU_DRAFTS, Recipe
 from .speculative import LoopSettings
@@ -32,10 +31,9 @@ from .target import TorchTarget
 from .tensorrt_draft import TensorRTDraft
 from .tokens import TOKENIZER, tokens_sha256
 from .trtllm_folder import TargetEngine, is_target_engine
-from .trtllm_target import TrtllmTarget
+from .trtllm_target import ExecutorSettings, TrtllmTarget
 
 FORMAT = "masw-pair-1"
-DOOMED_ID = 0  # of the hostile target: the first id of a prompt that it never answers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = tuple(dict.fromkeys(CPU_DRAFTS + GPU_DRAFTS))  # of the draft, in both lanes
 
@@ -142,16 +140,20 @@ class Pair:
 
 
 def load_target(
-    directory: Path, max_sequences: int = 8, engine: Path | None = None
+    directory: Path,
+    max_sequences: int = 8,
+    engine: Path | None = None,
+    settings: ExecutorSettings | None = None,
 ) -> TorchTarget | TrtllmTarget:
     """The pair's target engine with `max_sequences` full KV caches.
 
     It is TensorRT-LLM's where `engine`, or else target/, is a folder of trtllm-build; that states
-    its own number of sequences.
+    its own number of sequences, and runs as `settings` say. Raises PairError and EngineFolderError
+    naming field, limit and remedy.
     """
     pair, folder = Pair.load(directory), engine or directory / "target"
     if engine or is_target_engine(folder):
-        return _load_trtllm_target(directory, pair, folder)
+        return _load_trtllm_target(directory, pair, folder, settings or ExecutorSettings())
     return TorchTarget(
         Decoder.load(folder, DTYPES[pair.dtype]),
         max_sequences=max_sequences,
@@ -161,35 +163,16 @@ def load_target(
     )
 
 
-def _load_trtllm_target(directory: Path, pair: Pair, folder: Path) -> TrtllmTarget:
+def _load_trtllm_target(
+    directory: Path, pair: Pair, folder: Path, settings: ExecutorSettings
+) -> TrtllmTarget:
     """A built target that allows what the pair does; end ids are those of target/."""
     target = directory / "target"
     generation = target / "generation_config.json"
     if is_target_engine(target) and not generation.is_file():
         raise PairError(f"{target} has no generation_config.json; copy the model's into it")
-    built = TargetEngine.load(folder)
-    for name, value, limit, flag in (
-        ("max_length", pair.max_length, built.max_length, "max_seq_len"),
-        ("max_draft_tokens", pair.max_draft_tokens, built.max_draft_len, "max_draft_len"),
-    ):
-        if value > limit:
-            raise PairError(
-                f"{name} is {value}; the engine in {folder} allows up to {limit}: lower it, or "
-                f"build the engine again with a larger --{flag}"
-            )
-    return TrtllmTarget(folder, end_ids(target))
-
-
-def load_hostile_target(directory: Path, max_sequences: int = 8) -> HostileTarget:
-    """The pair's target behind `HostileTarget`; prompts that begin with `DOOMED_ID` fail."""
-    pair, target = Pair.load(directory), load_target(directory, max_sequences)
-    return HostileTarget(
-        target,
-        target.decoder.config.vocab_size,
-        max_seq_len=pair.max_length + pair.max_draft_tokens,
-        max_draft_tokens=pair.max_draft_tokens,
-        habits=Habits(doomed_id=DOOMED_ID),
-    )
+    TargetEngine.load(folder).check_use(pair.max_length, pair.max_draft_tokens)
+    return TrtllmTarget(folder, end_ids(target), settings)
 
 
 def load_draft(

@@ -14,95 +14,86 @@ from torch.nn.functional import pad
 
 from .messages import InvalidRequest, Proposal, TargetCall, Verdict
 from .speculative import TargetPort
-
-LOGITS_DTYPES = {"float32": torch.float32, "float16": torch.float16}
-
-
-def padded_vocab(vocab: int, multiple: int) -> int:
-    """The width of an engine's logits: the vocabulary padded to a multiple (of TP, or 64 for AWQ).
-
-    Raises ValueError for sizes below 1.
-    """
-    if vocab < 1 or multiple < 1:
-        raise ValueError(f"vocab is {vocab}, multiple is {multiple}; both must be 1 or more")
-    return -(-vocab // multiple) * multiple
+from .trtllm_folder import padded_vocab
 
 
 @dataclass(frozen=True)
 class TrtllmCalls:
-    """width: of the engine's logits (`padded_vocab`). logits_dtype: the engine's `logits_dtype`."""
+    """vocab: ids that the engine has. multiple: what its logits are padded to a multiple of."""
 
-    width: int
-    logits_dtype: str = "float32"
+    vocab: int
+    multiple: int = 1
 
     def __post_init__(self):
-        if self.width < 1:
-            raise ValueError(f"width is {self.width}; it must be 1 or more")
-        if self.logits_dtype not in LOGITS_DTYPES:
-            raise ValueError(
-                f"logits_dtype is {self.logits_dtype!r}; use one of {', '.join(LOGITS_DTYPES)}"
-            )
+        padded_vocab(self.vocab, self.multiple)
+
+    @property
+    def width(self) -> int:
+        """Columns of the engine's logits, of which `vocab` are ids."""
+        return padded_vocab(self.vocab, self.multiple)
 
     def adapt(self, call: TargetCall) -> TargetCall:
         """A call of the same meaning, of perhaps fewer tokens, that the runtime answers exactly.
 
+        It gives no end id, so that the output holds it and the loop cuts there; while min_tokens
+        lasts it gives the one that is forbidden. With fewer tokens than the input has, an output
+        row as long as that holds the prompt, and a shorter one does not.
         Raises InvalidRequest where min_tokens cannot be kept.
         """
-        call = _with_end_ids_known(call)
-        call = replace(call, proposal=self.proposal(call))
-        return _shortened(call, max(1, len(call.ids) - 1))
+        ends = call.end_ids or ()
+        least = call.min_tokens if ends else 0
+        proposal, most = self.proposal(call), max(1, len(call.ids) - 1)
+        tokens, proposal, banned = shortened(call, proposal, ends, most)
+        if banned:
+            raise InvalidRequest(
+                f"min_tokens is {least}; it needs end_id: TensorRT-LLM can forbid one end id, this "
+                f"model has {len(ends)}"
+            )
+        return replace(
+            call,
+            output_tokens=tokens,
+            proposal=proposal,
+            min_tokens=least,
+            end_ids=ends if least else (),
+        )
 
     def proposal(self, call: TargetCall) -> Proposal:
         """Draft ids that the engine knows, with logits of its width; none without logits to
         sample by: the runtime would favour the draft's tokens."""
-        proposal = call.proposal
+        proposal = call.proposal.first(self._known(call.proposal.ids))
         if call.sampling.greedy:
-            return Proposal(_known(proposal.ids, self.width))
-        if proposal.logits is None:
-            return Proposal()
-        proposal = proposal.first(len(_known(proposal.ids, self.width)))
-        if not proposal.ids:
+            return Proposal(proposal.ids)
+        if not proposal.ids or proposal.logits is None:
             return Proposal()
         return Proposal(proposal.ids, self.logits(proposal.logits))
 
     def logits(self, logits: Tensor) -> Tensor:
-        """(γ, V) -> (γ, width); what the draft cannot say is as low as the dtype goes."""
-        dtype = LOGITS_DTYPES[self.logits_dtype]
-        missing = max(0, self.width - logits.shape[-1])
-        logits = pad(logits[:, : self.width], (0, missing), value=-torch.inf)
-        return logits.clamp_min(torch.finfo(dtype).min).to(dtype)
+        """(γ, V) -> (γ, width) float32; what is no id of both is as low as the dtype goes."""
+        known = logits[:, : self.vocab].float()
+        padded = pad(known, (0, self.width - known.shape[-1]), value=-torch.inf)
+        return padded.clamp_min(torch.finfo(torch.float32).min)
+
+    def _known(self, ids: tuple[int, ...]) -> int:
+        """How many ids stand before the first that the target does not have."""
+        unknown = (place for place, token in enumerate(ids) if token >= self.vocab)
+        return next(unknown, len(ids))
 
 
-def _known(ids: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """The ids before the first that the target does not have."""
-    unknown = (place for place, token in enumerate(ids) if token >= width)
-    return ids[: next(unknown, len(ids))]
+def shortened(
+    call: TargetCall, proposal: Proposal, end_ids: tuple[int, ...], most: int | None = None
+) -> tuple[int, Proposal, tuple[int, ...]]:
+    """(tokens to ask for, the drafts that fit, ids to ban) for a call with these drafts.
 
-
-def _with_end_ids_known(call: TargetCall) -> TargetCall:
-    """No end id, so that the output holds it and the loop cuts there; while min_tokens lasts the
-    end id, forbidden at every position of a call that goes no further."""
-    ends = call.end_ids or ()
-    if not call.min_tokens or not ends:
-        return replace(call, end_ids=(), min_tokens=0)
-    if len(ends) > 1:
-        raise InvalidRequest(
-            f"min_tokens is {call.min_tokens}; it needs end_id: TensorRT-LLM can forbid one end "
-            f"id, this model has {len(ends)}"
-        )
-    return _shortened(call, call.min_tokens)
-
-
-def _shortened(call: TargetCall, limit: int) -> TargetCall:
-    """The call with at most `limit` output tokens, the drafts clipped to match.
-
-    With a limit below the input's own length, an output row as long as that holds the prompt, and
-    a shorter one does not.
+    At most `most` tokens, and while min_tokens lasts no more than it covers: so end ids are
+    forbidden at every position, whether the runtime counts those of a step one by one or not. It
+    forbids one end id; the others must be banned for the request, which then has no drafts.
     """
-    output = min(call.output_tokens, limit)
-    proposal = call.proposal.first(output - 1)
-    output = len(proposal.ids) + 1 if proposal.ids else output
-    return replace(call, output_tokens=output, proposal=proposal)
+    tokens = len(proposal.ids) + 1 if proposal.ids else call.output_tokens
+    tokens = tokens if most is None else min(tokens, most)
+    if not (call.min_tokens and end_ids):
+        return tokens, proposal.first(tokens - 1), ()
+    tokens, banned = min(tokens, call.min_tokens), end_ids[1:]
+    return tokens, Proposal() if banned else proposal.first(tokens - 1), banned
 
 
 class AdaptedTarget:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .messages import InvalidRequest, Sampling, TargetCall
-from .trtllm_calls import TrtllmCalls
+from .trtllm_calls import TrtllmCalls, shortened
 from .trtllm_folder import TargetEngine
 
 
@@ -35,27 +35,19 @@ class Question:
     def of(cls, call: TargetCall, own_end_ids: tuple[int, ...], calls: TrtllmCalls) -> Question:
         """The question for a call; it may ask for fewer tokens than the call allows.
 
-        Drafts and their logits are what `TrtllmCalls.proposal` leaves of the call's.
-        While end ids are forbidden no more tokens are asked for than that, so that it does not
-        matter whether the engine counts the positions of a step one by one. The engine forbids one
-        end id; others are banned for a request, which then has no drafts.
+        Drafts and their logits are what `TrtllmCalls.proposal` leaves of the call's, and
+        `shortened` of that while min_tokens lasts.
         """
         end_ids = own_end_ids if call.end_ids is None else call.end_ids
-        proposal = calls.proposal(call)
-        drafts, logits = proposal.ids, proposal.logits
-        tokens = len(drafts) + 1 if drafts else call.output_tokens
-        banned: tuple[int, ...] = ()
-        if call.min_tokens > 0:
-            tokens, banned = min(tokens, call.min_tokens), end_ids[1:]
-        drafts = () if banned else drafts[: tokens - 1]
+        tokens, proposal, banned = shortened(call, calls.proposal(call), end_ids)
         return cls(
             ids=call.ids.tolist(),
             tokens=tokens,
-            drafts=list(drafts),
-            logits=logits[: len(drafts)] if drafts and logits is not None else None,
+            drafts=list(proposal.ids),
+            logits=proposal.logits,
             sampling=call.sampling,
             seed=call.seed,
-            min_tokens=call.min_tokens,
+            min_tokens=call.min_tokens if end_ids else 0,
             end_ids=end_ids,
             banned=banned,
         )
@@ -112,7 +104,7 @@ def check(call: TargetCall, question: Question, engine: TargetEngine) -> None:
             f"{total}; the engine's limit is {engine.max_length} (trtllm-build --max_seq_len, less "
             f"max_draft_len {engine.max_draft_len})"
         )
-    _check_ids(engine.vocab_size, input_ids=question.ids, draft_input_ids=drafts)
+    _check_ids(engine.vocab_size, input_ids=question.ids, draft_input_ids=question.drafts)
     _check_ids(engine.vocab_size, end_id=question.end_ids)
     if logits is not None and (logits.ndim != 2 or logits.shape[0] != len(drafts)):
         raise InvalidRequest(

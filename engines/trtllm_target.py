@@ -61,7 +61,7 @@ class TrtllmTarget(Target):
     ):
         self.engine = TargetEngine.load(directory)
         self.end_ids, self.settings = end_ids, settings
-        self._calls = TrtllmCalls(self.engine.padded_vocab, self.engine.logits_dtype)
+        self._calls = TrtllmCalls(self.engine.vocab_size, self.engine.tensor_parallel)
         self._api = load_executor()
         config = executor_config(self._api, self.engine, settings)
         self._executor = self._api.Executor(directory, self._api.ModelType.DECODER_ONLY, config)

@@ -80,6 +80,7 @@ def target_config(stated: Recipe) -> dict:
             "architecture": "LlamaForCausalLM",
             "dtype": target.dtype,
             "logits_dtype": "float32",
+            "vocab_size": stated.target_config().vocab_size,
             "mapping": mapping,
             "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
         },

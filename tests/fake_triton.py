@@ -11,11 +11,13 @@ JSON object:
     exit           ends with this code while loading
     running        seconds that a request still runs once the loop is unloaded (none at 0)
     token          false: a request for a token is answered with an error; a number: after so many
+    sick           after so many tokens the server no longer says that it is ready
     draft          false: the draft's process is not to be found
     deaf           true: ignores SIGTERM
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -25,7 +27,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PLAN = {"ranks": 1, "stuck_rank": None, "exit": None, "running": 0, "token": True, "deaf": False}
-PLAN["draft"] = True
+PLAN |= {"draft": True, "sick": None}
 PLAN |= json.loads(os.environ.get("FAKE_PLAN", "{}"))
 
 
@@ -81,7 +83,9 @@ class Handler(BaseHTTPRequestHandler):
             )
         if self.path == "/v2/models/tensorrt_llm_bls/ready":
             return self._answer(400 if State.unloaded else 200)
-        self._answer(200 if self.path in ("/v2/health/live", "/v2/health/ready") else 404)
+        if self.path == "/v2/health/ready":
+            return self._answer(400 if State.emitted >= (PLAN["sick"] or math.inf) else 200)
+        self._answer(200 if self.path == "/v2/health/live" else 404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

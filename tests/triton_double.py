@@ -171,6 +171,7 @@ class TrtllmBackend:
         if "draft_logits" in values:
             shape = (drafted, self.logits_width)
             assert values["draft_logits"].shape == shape, "Incompatible buffer sizes"
+            assert values["draft_logits"].dtype == np.float32, "logits type"
             assert np.isfinite(values["draft_logits"]).all()
 
     def _end_ids(self, values: Values) -> tuple[int, ...]:

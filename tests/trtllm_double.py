@@ -186,7 +186,9 @@ class Executor:
         executor_config: ExecutorConfig,
     ):
         require(model_type is ModelType.DECODER_ONLY, "model type")
-        require((model_path / "config.json").is_file(), "engine folder")
+        model = json.loads((model_path / "config.json").read_text())["pretrained_config"]
+        parts = model["mapping"]["tp_size"]
+        self.logits_width = model["vocab_size"] + -model["vocab_size"] % parts
         self.target, self.behaviour, self.config = target, behaviour, executor_config
         self.requests: list[Request] = []
         self.open: dict[int, Request] = {}
@@ -217,7 +219,7 @@ class Executor:
         require(request.end_id is None or -1 <= request.end_id < vocab, "end id")
         config = request.external_draft_tokens_config
         if config is not None and config.logits is not None:
-            require(config.logits.shape[1] == vocab, "Incompatible buffer sizes")
+            require(config.logits.shape[1] == self.logits_width, "Incompatible buffer sizes")
             require(config.logits.dtype is torch.float32, "logits type")
             require(config.acceptance_threshold is None, "thresholds hold for a whole batch")
 
@@ -258,7 +260,8 @@ class Executor:
         """One step over the first `drafts` draft tokens."""
         require(not request.bad_words, "the double bans ids in plain decoding only")
         config = request.external_draft_tokens_config
-        logits = None if config.logits is None else config.logits[:drafts]
+        vocab = self.target.decoder.config.vocab_size  # columns beyond are the ranks' padding
+        logits = None if config.logits is None else config.logits[:drafts, :vocab]
         proposal = Proposal(tuple(config.tokens[:drafts]), logits)
         minimum = request.sampling_config.min_tokens or 0
         if minimum and self.behaviour.whole_steps:

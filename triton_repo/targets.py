@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..engines.config import DecoderConfig
-from ..engines.hostile_target import HOSTILE_PATIENCE, VOCAB_MULTIPLE
+from ..engines.hostile_target import HOSTILE_PATIENCE
+from ..engines.pair import Pair
 from ..engines.patience import Patience, PatientTarget
 from ..engines.speculative import TargetPort
-from ..engines.trtllm_calls import AdaptedTarget, TrtllmCalls, padded_vocab
-from ..engines.trtllm_folder import TargetEngine
+from ..engines.trtllm_calls import AdaptedTarget, TrtllmCalls
+from ..engines.trtllm_folder import AWQ_VOCAB_MULTIPLE, TargetEngine
 from .ports import TargetModel
 
 
@@ -20,13 +21,15 @@ def target_engine(config: SimpleNamespace) -> TargetEngine | None:
     return None if config.target is None else TargetEngine.load(Path(config.target["engine"]))
 
 
-def loop_limits(engine: TargetEngine | None) -> dict[str, Any]:
+def loop_limits(engine: TargetEngine | None, pair: Pair) -> dict[str, Any]:
     """What the target changes in the settings of the loop.
 
     TensorRT-LLM cuts prompts into chunks itself, and computes beside the draft, not in its place.
+    Raises EngineFolderError for an engine that is too small for the pair.
     """
     if engine is None:
         return {}
+    engine.check_use(pair.max_length, pair.max_draft_tokens)
     return {"target_chunk": 0, "concurrent_prefill": True, "max_seq_len": engine.max_seq_len}
 
 
@@ -38,10 +41,10 @@ def target_port(
     The torch target is called as it is, the hostile one as TensorRT-LLM's C++ backend.
     """
     if engine is not None:
-        calls = TrtllmCalls(engine.padded_vocab, engine.logits_dtype)
+        calls = TrtllmCalls(engine.vocab_size, engine.tensor_parallel)
         return trtllm_port(pb_utils, target, calls, Patience())
     if mode == "hostile":
-        calls = TrtllmCalls(padded_vocab(target.vocab_size, VOCAB_MULTIPLE))
+        calls = TrtllmCalls(target.vocab_size, AWQ_VOCAB_MULTIPLE)
         return trtllm_port(pb_utils, target, calls, HOSTILE_PATIENCE)
     port = TargetModel(pb_utils, target.eos_ids, target.vocab_size)
     return PatientTarget(port, Patience(), pb_utils.Logger.log_warn)

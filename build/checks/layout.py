@@ -9,11 +9,10 @@ from google.protobuf import text_format
 
 from ...engines.pair import Pair, PairError
 from ...engines.recipe import Lane
-from ...engines.recipes import EMBEDDED
-from ..deployment import pair_folder, repository_config
-from ..pair_folder import missing_parts
+from ..deployment import is_embedded, pair_folder, repository_config
+from ..pair_folder import DRAFT, TARGET, missing_parts, recipe_parts, strayed_parts
 from ..repository import RepositoryConfig, model_configs, read_model_config
-from .finding import Finding, failed, judged, ok, unknown
+from .finding import Finding, failed, ok, unknown
 from .subject import Subject
 
 
@@ -27,7 +26,7 @@ def _pair(subject: Subject) -> Finding:
     name, folder = "pair", pair_folder(subject.recipe, subject.places)
     write = subject.command("repository")
     if not (folder / "pair.json").is_file():
-        if subject.recipe.name == EMBEDDED:
+        if is_embedded(subject.recipe):
             return unknown(name, f"{folder} is made by masw-serve on its first start")
         return failed(name, f"{folder} has no pair.json", f"write it: {write}")
     try:
@@ -37,8 +36,19 @@ def _pair(subject: Subject) -> Finding:
     if stated != Pair.of(subject.recipe):
         return failed(name, f"{folder} states {stated}", f"write it for this recipe: {write}")
     missing = missing_parts(folder)
-    found = f"{folder} lacks {', '.join(missing)}" if missing else f"{folder} is whole"
-    return judged(name, not missing, found, "make what the lines about its parts name")
+    if missing:
+        found = f"{folder} lacks {', '.join(missing)}"
+        return failed(name, found, "make what the lines about its parts name")
+    if folder == subject.places.pair and (strayed := strayed_parts(folder, _parts(subject))):
+        found = f"{folder} leads to another {', '.join(strayed)} than there is by now"
+        return failed(name, found, f"write it again: {write}")
+    return ok(name, f"{folder} is whole")
+
+
+def _parts(subject: Subject) -> dict[str, Path]:
+    """The parts that the pair must lead to; without slots the adaptor does not matter."""
+    parts = recipe_parts(subject.places)
+    return parts if subject.recipe.memory.interval else {k: parts[k] for k in (TARGET, DRAFT)}
 
 
 def _repository(subject: Subject) -> Finding:

@@ -2,60 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from ...engines.trtllm_folder import EXTERNAL
+from ...engines.engine_folder import EngineFolderError
+from ...engines.trtllm_folder import EXTERNAL, LOGITS_DTYPE, EngineConfig, TargetEngine
 from ..target_plan import ALGORITHMS
-from .finding import Finding, failed, judged, unknown
+from .finding import Finding, failed, judged, ok, unknown
 from .subject import Subject
 from .versions import TENSORRT_LLM
-
-LOGITS = "float32"  # the type of draft_logits in the repository
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """What a TensorRT-LLM engine folder's config.json states; absent values are None or empty."""
-
-    version: str | None
-    model: dict[str, Any]
-    build: dict[str, Any]
-
-    @classmethod
-    def load(cls, folder: Path) -> EngineConfig:
-        """Raises ValueError for a file that is no engine's config.json, OSError without one."""
-        path = folder / "config.json"
-        try:
-            data = json.loads(path.read_text())
-            return cls(data.get("version"), data["pretrained_config"], data["build_config"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no config.json of an engine: {error!r}") from None
-
-    def number(self, name: str) -> int:
-        """A number of the build; 0 where it is absent."""
-        return int(self.build.get(name) or 0)
-
-    def plugin(self, name: str) -> Any:
-        """A setting of the plugin section; older files write it with an underscore in front."""
-        section = self.build.get("plugin_config") or {}
-        return section.get(name, section.get(f"_{name}"))
 
 
 def target_engine_findings(subject: Subject) -> list[Finding]:
     """All checks of the engine; one alone where there is none."""
-    folder = subject.places.target_engine
-    build = subject.command("target")
-    if not (folder / "config.json").is_file():
-        return [failed("target engine", f"{folder} has no config.json", f"build it: {build}")]
     try:
-        engine = EngineConfig.load(folder)
-    except ValueError as error:
-        return [failed("target engine", str(error), f"build it again: {build}")]
+        engine = EngineConfig.load(subject.places.target_engine)
+    except EngineFolderError as error:
+        return [failed("target engine", str(error), f"build it: {subject.command('target')}")]
     return [
+        _use(subject),
         _version(subject, engine),
         *_speculation(subject, engine),
         *_cache(subject, engine),
@@ -63,6 +27,16 @@ def target_engine_findings(subject: Subject) -> list[Finding]:
         *_numbers(subject, engine),
         _ranks(subject, engine),
     ]
+
+
+def _use(subject: Subject) -> Finding:
+    """What the server does at its start; the other checks say all that differs, and why."""
+    name, folder, limits = "target engine", subject.places.target_engine, subject.recipe.limits
+    try:
+        TargetEngine.load(folder).check_use(limits.max_length, limits.max_draft_tokens)
+    except EngineFolderError as error:
+        return failed(name, str(error), f"build it again: {subject.command('target')}")
+    return ok(name, f"{folder} can be loaded for this recipe")
 
 
 def _again(subject: Subject, flags: str) -> str:
@@ -83,11 +57,11 @@ def _version(subject: Subject, engine: EngineConfig) -> Finding:
 
 
 def _speculation(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
-    recipe, mode = subject.recipe, engine.build.get("speculative_decoding_mode")
+    recipe = subject.recipe
     yield judged(
         "target engine: speculation",
-        (mode.lower() if isinstance(mode, str) else mode) in EXTERNAL,
-        f"speculative_decoding_mode is {mode}; draft_tokens_external is {EXTERNAL[0]}",
+        engine.verifies_drafts,
+        f"speculative_decoding_mode is {engine.mode}; draft_tokens_external is {EXTERNAL[0]}",
         _again(subject, "--speculative_decoding_mode draft_tokens_external"),
     )
     wanted, most = recipe.limits.max_draft_tokens, engine.number("max_draft_len")
@@ -102,11 +76,10 @@ def _speculation(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
 
 
 def _cache(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
-    kind = str(engine.build.get("kv_cache_type")).rpartition(".")[2].upper()
-    fmha = engine.plugin("use_paged_context_fmha") in (True, "enable")
+    kind, fmha = engine.kv_cache_type, engine.paged_context
     yield judged(
         "target engine: prefix reuse",
-        kind == "PAGED" and fmha,
+        engine.paged_cache and fmha,
         f"kv_cache_type is {kind}, use_paged_context_fmha is {fmha}; each iteration sends the "
         "whole prefix again",
         _again(subject, "--kv_cache_type paged --use_paged_context_fmha enable"),
@@ -121,18 +94,18 @@ def _cache(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
 
 
 def _sizes(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
-    limits = subject.recipe.limits
-    length = limits.max_length + limits.max_draft_tokens
-    positions = limits.max_sequences * (limits.max_draft_tokens + 1)
-    for field, least, why in (
-        ("max_seq_len", length, "max_length + max_draft_tokens"),
-        ("max_batch_size", limits.max_sequences, "max_sequences"),
-        ("max_num_tokens", positions, "max_sequences x (max_draft_tokens + 1)"),
+    """trtllm-build adds max_draft_len to the max_seq_len that it is given."""
+    limits, drafts = subject.recipe.limits, engine.number("max_draft_len")
+    length, positions = limits.max_length, limits.max_sequences * (limits.max_draft_tokens + 1)
+    for field, least, flag, why in (
+        ("max_seq_len", length + drafts, length, "max_length + the engine's max_draft_len"),
+        ("max_batch_size", limits.max_sequences, limits.max_sequences, "max_sequences"),
+        ("max_num_tokens", positions, positions, "max_sequences x (max_draft_tokens + 1)"),
     ):
         value = engine.number(field)
         found = f"{field} is {value}; limits need {why} = {least}"
-        flags = f"--{field} {least}"
-        yield judged(f"target engine: {field}", value >= least, found, _again(subject, flags))
+        remedy = _again(subject, f"--{field} {flag}")
+        yield judged(f"target engine: {field}", value >= least, found, remedy)
 
 
 def _numbers(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
@@ -156,9 +129,9 @@ def _numbers(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
         ),
         (
             "logits",
-            model.get("logits_dtype") == LOGITS,
-            f"logits_dtype is {model.get('logits_dtype')}; the draft's logits are {LOGITS}",
-            f"--logits_dtype {LOGITS}",
+            engine.logits_dtype == LOGITS_DTYPE,
+            f"logits_dtype is {engine.logits_dtype}; the draft's logits are {LOGITS_DTYPE}",
+            f"--logits_dtype {LOGITS_DTYPE}",
         ),
         (
             "KV dtype",
@@ -171,9 +144,8 @@ def _numbers(subject: Subject, engine: EngineConfig) -> Iterator[Finding]:
 
 
 def _ranks(subject: Subject, engine: EngineConfig) -> Finding:
-    target, mapping = subject.recipe.target, engine.model.get("mapping") or {}
-    tensor, pipeline = mapping.get("tp_size", 1), mapping.get("pp_size", 1)
-    world = mapping.get("world_size", tensor * pipeline)
+    target = subject.recipe.target
+    tensor, pipeline, world = engine.tensor_parallel, engine.pipeline_parallel, engine.ranks
     wanted = (target.tensor_parallel, target.pipeline_parallel)
     files = [f"rank{rank}.engine" for rank in range(target.ranks)]
     absent = [file for file in files if not (subject.places.target_engine / file).is_file()]

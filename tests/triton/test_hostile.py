@@ -11,7 +11,7 @@ import tritonclient.grpc as grpcclient
 from masw.build.repository import TARGET
 from masw.clients.client import MaswClient
 from masw.clients.messages import GenerationRequest
-from masw.engines.pair import DOOMED_ID
+from masw.engines.hostile_target import DOOMED_ID
 from tests.triton.pair import PAIR
 from tests.triton.serving import PATIENCE, arrays, flag, int32, stream, tensors
 

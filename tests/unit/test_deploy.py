@@ -132,7 +132,14 @@ def test_an_unloaded_loop_is_no_hang_and_a_draft_never_found_not_dead(stage):
 def test_a_server_that_gives_no_token_any_more_is_ended(stage):
     process = stage.launch('{"token": 1}', MASW_WATCH_SECONDS=1, MASW_HANG_SECONDS=2)
     code, said = stage.finish(process)
-    assert code == 71 and re.search(r"no token for \d s: no token came", said) and stage.is_gone()
+    assert code == 71 and re.search(r"not ready for \d s: no token came", said) and stage.is_gone()
+
+
+def test_a_server_that_says_it_is_not_ready_any_more_is_ended_too(stage):
+    process = stage.launch('{"sick": 1}', MASW_WATCH_SECONDS=1, MASW_HANG_SECONDS=2)
+    code, said = stage.finish(process)
+    assert code == 71 and re.search(r"not ready for \d s: /v2/health/ready", said)
+    assert stage.is_gone()
 
 
 def test_models_are_named_by_real_log_lines(tmp_path):
@@ -178,7 +185,7 @@ def test_the_canary_asks_an_idle_server_and_lets_a_busy_one_work(stage):
         assert stage.events.count("generate 1") == asked + 1
         assert stage.ask("drain.sh", "5").returncode == 0
         refused = stage.ask("ready.sh")
-        assert refused.returncode == 1 and "/v2/models/tensorrt_llm_bls/ready" in refused.stderr
+        assert refused.returncode == 3 and "/v2/models/tensorrt_llm_bls/ready" in refused.stderr
     finally:
         process.send_signal(signal.SIGTERM)
         stage.finish(process)

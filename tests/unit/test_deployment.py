@@ -289,6 +289,16 @@ def test_the_repository_command_names_what_is_missing(tmp_path):
     assert again["changed"] == [] and len(again["missing"]) == 4
 
 
+def test_a_folder_that_is_no_target_engine_counts_as_missing(tmp_path):
+    recipe, places = load_recipe(TP4), Places(tmp_path)
+    places.target_engine.mkdir(parents=True)
+    config = places.target_engine / "config.json"
+    config.write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert places.target_engine in lay_out(recipe, places).missing
+    config.write_text('{"version": "1.2.1", "pretrained_config": {}, "build_config": {}}')
+    assert places.target_engine not in lay_out(recipe, places).missing
+
+
 def test_an_unknown_recipe_is_one_line_and_code_1(tmp_path):
     for command in ("repository", "launch", "check"):
         shown = invoke(command, "llama-9", code=1).stderr

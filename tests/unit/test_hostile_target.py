@@ -19,7 +19,8 @@ from masw.engines.messages import Proposal, Sampling, TargetCall, TargetError
 from masw.engines.patience import PatientTarget
 from masw.engines.speculative import GenerationRequest, SpeculativeLoop
 from masw.engines.target import until_end
-from masw.engines.trtllm_calls import AdaptedTarget, TrtllmCalls, padded_vocab
+from masw.engines.trtllm_calls import AdaptedTarget, TrtllmCalls
+from masw.engines.trtllm_folder import padded_vocab
 from masw.triton_repo.ports import TargetModel
 from tests.chance import LIKELY, SMALL, UNLIKELY, exact_joint, likelihood
 from tests.models import VOCAB, random_ids
@@ -92,7 +93,7 @@ def line(pair, make, draft="near", seed=0, adapt=True, rows=ROWS, limit=MAX_SEQ_
     target, model = make(new_target(decoder, **sizes), width, seed, **limits, **fields)
     triton = TritonDouble(tensorrt_llm=model)
     port = TargetModel(triton, None, vocab)
-    port = AdaptedTarget(port, TrtllmCalls(width)) if adapt else port
+    port = AdaptedTarget(port, TrtllmCalls(vocab, 64)) if adapt else port
     engine = new_draft(pair.drafts[draft], Kind("full"), **sizes) if draft else None
     settings = loop_settings(max_length=limit, rule=engine and engine.memory.rule)
     loop = SpeculativeLoop(

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,9 @@ from masw.build.preflight import preflight
 from masw.engines import architectures
 from masw.engines.adaptor import AdaptorConfig
 from masw.engines.decoder import Decoder
+from masw.engines.engine_folder import EngineFolderError
+from masw.engines.pair import Pair
+from masw.triton_repo.targets import loop_limits, target_engine
 from tests.deployments import (
     DRAFT,
     GPUS,
@@ -101,8 +105,14 @@ BROKEN_TARGET = [
     (
         {"build_config__max_seq_len": 519},
         "target engine: max_seq_len",
-        r"max_seq_len is 519; limits need max_length \+ max_draft_tokens = 520",
-        "--max_seq_len 520",
+        r"max_seq_len is 519; limits need max_length \+ the engine's max_draft_len = 520",
+        "--max_seq_len 512 ",  # trtllm-build adds the draft length itself
+    ),
+    (
+        {"build_config__max_draft_len": 9},  # kept back of 520 even where 8 are the most used
+        "target engine: max_seq_len",
+        "max_seq_len is 520; .* = 521",
+        "--max_seq_len 512 ",
     ),
     (
         {"build_config__max_batch_size": 1},
@@ -159,9 +169,41 @@ BROKEN_TARGET = [
 def test_a_wrong_target_engine_is_named_with_the_flag(stated, places, change, name, found, remedy):
     change_json(places.target_engine / "config.json", **change)
     broken = failures(checked(stated, places))
-    assert list(broken) == [name]
+    assert broken.keys() - {"target engine"} == {name}
+    assert ("target engine" in broken) == server_refuses(stated, places)
     assert re.search(found, broken[name].found) and re.search(remedy, broken[name].remedy)
     assert f"masw-build target tiny --root {places.root}" in broken[name].remedy
+
+
+def server_refuses(stated, places) -> bool:
+    """Whether the loop's model would not start with this target engine."""
+    config = SimpleNamespace(target={"engine": str(places.target_engine)})
+    try:
+        loop_limits(target_engine(config), Pair.of(stated))
+    except EngineFolderError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["use_paged_context_fmha", "_use_paged_context_fmha"])
+@pytest.mark.parametrize("value", [True, "enable", False, "disable", None])
+def test_paged_context_is_read_as_the_server_reads_it(stated, places, name, value):
+    plugins = {"tokens_per_block": 32, name: value}
+    change_json(places.target_engine / "config.json", build_config__plugin_config=plugins)
+    wanted = set() if value in (True, "enable") else {"target engine: prefix reuse"}
+    broken = failures(checked(stated, places)).keys()
+    assert broken - {"target engine"} == wanted
+    assert ("target engine" in broken) == server_refuses(stated, places) == bool(wanted)
+
+
+def test_an_engine_that_lacks_what_the_server_reads_fails(stated, places):
+    path = places.target_engine / "config.json"
+    data = json.loads(path.read_text())
+    del data["pretrained_config"]["vocab_size"]
+    path.write_text(json.dumps(data))
+    broken = failures(checked(stated, places))
+    assert broken.keys() == {"target engine"} and server_refuses(stated, places)
+    assert "lacks 'vocab_size'; build it again" in broken["target engine"].found
 
 
 def remove_rank(places):
@@ -241,7 +283,12 @@ def unfill_repository(places):
     [
         (remove_rank, "target engine: ranks", r"missing rank1\.engine", "masw-build target tiny"),
         (remove_target_engine, "target engine", "has no config.json", "masw-build target tiny"),
-        (spoil_target_engine, "target engine", "is no config.json of an engine", "build it again"),
+        (
+            spoil_target_engine,
+            "target engine",
+            "has no pretrained_config and",
+            "build it: masw-build",
+        ),
         (remove_draft_engine, "draft engine", "holds none", "masw-build draft --recipe"),
         (
             draft_engine(format="masw-draft-engine-0"),
@@ -315,8 +362,8 @@ def test_broken_files_are_named_with_what_makes_them(stated, places, change, nam
     assert re.search(found, broken[name].found), broken[name]
     assert re.search(remedy, broken[name].remedy), broken[name]
     assert str(places.root) in broken[name].remedy or name == "tokenizers"
-    related = {"pair", "draft engine", "tokenizers", "target model"}  # share the broken part
-    assert set(broken) <= {name} | related
+    related = {"pair", "draft engine", "tokenizers", "target model", "target engine"}
+    assert set(broken) <= {name} | related  # these share the broken part
 
 
 def test_a_repository_of_either_switch_is_the_recipes(stated, places):

@@ -24,8 +24,8 @@ done
 engine() { echo "[TRT-LLM] [I] Serializing $out/rank$1.engine"; echo > "$out/rank$1.engine"; }
 config() {
   plugins="{\\"use_paged_context_fmha\\": ${2:-true}}"
-  echo "{\\"build_config\\": {\\"max_draft_len\\": $1, \\"plugin_config\\": $plugins}}" \\
-    > "$out/config.json"
+  build="{\\"max_draft_len\\": $1, \\"plugin_config\\": $plugins}"
+  echo "{\\"pretrained_config\\": {}, \\"build_config\\": $build}" > "$out/config.json"
 }
 """
 WORKS = "engine 0; engine 1; config $len; sleep 0.3"

@@ -16,11 +16,12 @@ from masw.engines.messages import (
     TargetError,
     TargetUnavailable,
 )
-from masw.engines.trtllm_calls import TrtllmCalls, padded_vocab
+from masw.engines.trtllm_calls import TrtllmCalls
+from masw.engines.trtllm_folder import padded_vocab
 from masw.triton_repo.ports import NO_END, TargetModel
 from tests.triton_double import TritonDouble, output
 
-V, WIDTH = 10, 16
+V, WIDTH = 10, 16  # the engine's ids, and its columns: padded to a multiple of 8
 SAMPLED = Sampling(0.7)
 PROMPT = list(range(1, 9)) * 3
 
@@ -31,7 +32,7 @@ def call(drafts=(), logits=None, ids=PROMPT, output_tokens=None, **fields):
 
 
 def adapt(*args, **fields):
-    return TrtllmCalls(WIDTH).adapt(call(*args, **fields))
+    return TrtllmCalls(V, 8).adapt(call(*args, **fields))
 
 
 @pytest.mark.parametrize(("vocab", "multiple", "width"), [(10, 1, 10), (10, 4, 12), (12, 4, 12)])
@@ -50,22 +51,25 @@ def test_padded_logits_keep_the_drafts_distribution():
     assert not probabilities[:, V:].any()
 
 
-def test_a_draft_of_more_ids_ends_before_the_first_that_the_target_lacks():
+@pytest.mark.parametrize("unknown", [V, WIDTH - 1, WIDTH, WIDTH + 4])
+def test_a_draft_of_more_ids_ends_before_the_first_that_the_target_lacks(unknown):
+    """An id of the padding is none of the target's either."""
     logits = torch.randn(4, WIDTH + 5)
-    sent = adapt((1, 15, 16, 2), logits, sampling=SAMPLED)
-    assert sent.proposal.ids == (1, 15) and sent.output_tokens == 3
-    wanted = logits[:2, :WIDTH].softmax(-1)  # the draft's distribution, given an id of the target
-    torch.testing.assert_close(sent.proposal.logits.softmax(-1), wanted)
-    assert adapt((1, 15, 16, 2)).proposal == Proposal((1, 15))
-    assert adapt((16, 2), torch.randn(2, 20), sampling=SAMPLED).proposal == Proposal()
+    sent = adapt((1, V - 1, unknown, 2), logits, sampling=SAMPLED)
+    assert sent.proposal.ids == (1, V - 1) and sent.output_tokens == 3
+    probabilities = sent.proposal.logits.softmax(-1)
+    wanted = logits[:2, :V].softmax(-1)  # the draft's distribution, given an id of the target
+    torch.testing.assert_close(probabilities[:, :V], wanted)
+    assert probabilities.shape == (2, WIDTH) and not probabilities[:, V:].any()
+    assert adapt((1, V - 1, unknown, 2)).proposal == Proposal((1, V - 1))
+    assert adapt((unknown, 2), torch.randn(2, 20), sampling=SAMPLED).proposal == Proposal()
 
 
-def test_half_precision_logits_stay_finite():
-    logits = torch.tensor([[0.0, -1e30, -torch.inf, 3.0]])
-    sent = TrtllmCalls(8, "float16").adapt(call((3,), logits, sampling=SAMPLED))
-    assert sent.proposal.logits.dtype == torch.float16
-    assert torch.isfinite(sent.proposal.logits).all()
-    assert sent.proposal.logits.float().softmax(-1)[0, [1, 2, 4]].sum() == 0
+def test_half_precision_logits_are_sent_in_full_precision():
+    logits = torch.tensor([[0.0, -6e4, -torch.inf, 3.0]], dtype=torch.float16)
+    sent = adapt((3,), logits, sampling=SAMPLED).proposal.logits
+    assert sent.dtype == torch.float32 and torch.isfinite(sent).all()
+    assert sent.softmax(-1)[0, [1, 2, 4]].sum() == 0
 
 
 def test_sampling_without_logits_decodes_plainly_because_exact_match_is_biased_there():
@@ -94,7 +98,7 @@ def test_min_tokens_with_several_end_ids_is_refused():
         adapt((1, 2), end_ids=(3, 4, 5), min_tokens=2)
 
 
-@pytest.mark.parametrize("fields", [{"width": 0}, {"width": 8, "logits_dtype": "bfloat16"}])
+@pytest.mark.parametrize("fields", [{"vocab": 0}, {"vocab": 8, "multiple": 0}])
 def test_bad_fields_are_refused_by_name(fields):
     with pytest.raises(ValueError, match=list(fields)[-1]):
         TrtllmCalls(**fields)

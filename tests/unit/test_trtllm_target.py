@@ -15,7 +15,6 @@ from masw.engines.engine_folder import EngineFolderError
 from masw.engines.local import generate_all
 from masw.engines.messages import InvalidRequest, Proposal, Sampling, TargetCall, TargetError
 from masw.engines.pair import Pair, PairError, load_target
-from masw.engines.trtllm_calls import TrtllmCalls
 from masw.engines.trtllm_folder import TargetEngine
 from masw.engines.trtllm_target import ExecutorSettings, TrtllmTarget
 from masw.plugins.slot_attention.rule import MemoryRule
@@ -49,10 +48,10 @@ def expected(pair):
 def engine(pair, tmp_path, monkeypatch):
     """engine(behaviour) -> (target, the double's executor), of an engine for MAX_LENGTH tokens."""
 
-    def make(behaviour=None, **settings):
+    def make(behaviour=None, ranks=1, **settings):
         inner = new_target(pair.target, max_length=MAX_LENGTH + DRAFTS, max_draft_tokens=DRAFTS)
         made = install(monkeypatch, inner, behaviour)
-        folder = write_engine(tmp_path / "engine", inner)
+        folder = write_engine(tmp_path / "engine", inner, ranks)
         target = TrtllmTarget(folder, settings=ExecutorSettings(**settings))
         return target, made[0]
 
@@ -158,6 +157,15 @@ def test_min_tokens_forbids_all_end_ids(pair, expected, engine, draft, seed, sev
     assert any(request.bad_words for request in executor.requests) == several
 
 
+def test_min_tokens_without_an_end_id_is_not_sent(pair, engine):
+    """TensorRT-LLM would write outside the logits, and there is nothing to forbid."""
+    target, executor = engine()
+    ids = random_ids(40)
+    own = reference(pair.hf, ids, 6)
+    assert answer(target, ids, 1, own[:5], min_tokens=2) == own
+    assert executor.requests[-1].sampling_config.min_tokens is None
+
+
 def test_a_generation_fills_the_engine_to_its_last_token(pair, engine):
     """Prompt + output = max_seq_len - max_draft_len: TensorRT-LLM shortens requests beyond."""
     target, _ = engine()
@@ -189,8 +197,9 @@ def test_a_step_gives_the_accepted_drafts_and_one_token(pair, engine):
     assert config.kv_cache_config.enable_block_reuse and config.enable_chunked_context
 
 
-def test_sampling_draws_what_the_torch_target_draws_from_the_same_seed(pair, engine):
-    target, executor = engine()
+@pytest.mark.parametrize("ranks", [1, 2])  # two pad 307 columns to 308
+def test_sampling_draws_what_the_torch_target_draws_from_the_same_seed(pair, engine, ranks):
+    target, executor = engine(ranks=ranks)
     torch_target = new_target(pair.target)
     ids, sampling = random_ids(30), Sampling(0.8, 40, 0.9)
     for seed in range(20):
@@ -206,16 +215,21 @@ def test_sampling_draws_what_the_torch_target_draws_from_the_same_seed(pair, eng
     assert (sent.temperature, sent.top_k, sent.top_p, sent.seed) == (0.8, 40, 0.9, 19)
 
 
-def test_draft_logits_get_the_engines_padding_and_dtype():
-    """515 columns of two ranks are 516; what is added has no probability."""
-    built = TargetEngine(515, 300, 16, "float16", tensor_parallel=2, ranks=2)
-    logits = torch.randn(3, 515)
-    sent = TrtllmCalls(built.padded_vocab, built.logits_dtype).logits(logits)
-    assert sent.shape == (3, 516) and sent.dtype is torch.float16
-    torch.testing.assert_close(
-        sent.float().softmax(-1)[:, :515], logits.softmax(-1), atol=1e-3, rtol=0
-    )
-    assert (sent.softmax(-1)[:, 515] == 0).all()
+@pytest.mark.parametrize("unknown", [VOCAB, VOCAB + 1, VOCAB + 5])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)])
+def test_a_draft_of_a_larger_vocabulary_is_cut_not_refused(pair, engine, sampling, unknown):
+    """Two ranks pad 307 ids to 308 columns; the padding is no id either."""
+    target, executor = engine(ranks=2)
+    ids = random_ids(30)
+    own = reference(pair.hf, ids, 3)
+    logits = torch.full((3, VOCAB + 6), -torch.inf)
+    logits[range(3), [*own[:2], unknown]] = 0.0
+    given = None if sampling.greedy else logits
+    found = answer(target, ids, 1, [*own[:2], unknown], given, sampling=sampling)
+    sent = executor.requests[-1].external_draft_tokens_config
+    assert sent.tokens == own[:2] and 1 <= len(found) <= 3 and max(found) < VOCAB
+    assert sampling.greedy == (sent.logits is None)
+    assert not sampling.greedy or found == own
 
 
 @pytest.mark.parametrize(
@@ -299,14 +313,23 @@ def test_many_requests_leave_nothing_behind(pair, engine):
     ("build", "message"),
     [
         ({"speculative_decoding_mode": 1}, "mode 1; .*--speculative_decoding_mode draft_tokens_"),
+        ({"kv_cache_type": "KVCacheType.DISABLED"}, "'DISABLED'; .*--kv_cache_type paged"),
         ({"max_draft_len": 0}, "max_draft_len 0; .*trtllm-build --max_draft_len"),
-        ({"kv_cache_type": "CONTINUOUS"}, "'continuous'; .*--kv_cache_type paged"),
+        ({"kv_cache_type": "CONTINUOUS"}, "'CONTINUOUS'; .*--kv_cache_type paged"),
         ({"plugin_config": {}}, "None; .*--use_paged_context_fmha enable"),
     ],
 )
 def test_an_unfit_engine_is_refused_with_the_flag_to_change(pair, tmp_path, build, message):
     folder = write_engine(tmp_path / "engine", new_target(pair.target), **build)
     with pytest.raises(EngineFolderError, match=message):
+        TrtllmTarget(folder)
+
+
+def test_an_engine_with_logits_in_half_precision_is_refused(pair, tmp_path):
+    folder = write_engine(tmp_path / "engine", new_target(pair.target))
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"float32"', '"float16"'))
+    with pytest.raises(EngineFolderError, match=r"'float16'; .*--logits_dtype float32"):
         TrtllmTarget(folder)
 
 
@@ -392,14 +415,16 @@ def test_the_kind_of_target_follows_from_its_folder(pair, folder, tmp_path, mode
     engine = (folder / "target").rename(folder / "engine")
     (folder / "target").symlink_to(model_dir("llama"))
     assert not isinstance(load_target(folder), TrtllmTarget)
-    beside = load_target(folder, engine=engine)
+    beside = load_target(folder, engine=engine, settings=ExecutorSettings(time_limit=7))
     assert isinstance(beside, TrtllmTarget) and beside.end_ids == (2,)
+    assert beside.settings.time_limit == 7
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"max_seq_len": 199}, "max_length is 192; .*up to 191: .*larger --max_seq_len"),
+        ({"max_draft_len": 9}, "max_length is 192; .*up to 191: .*larger --max_seq_len"),
         ({"max_draft_len": 7}, "max_draft_tokens is 8; .*up to 7: .*larger --max_draft_len"),
     ],
 )
@@ -408,7 +433,7 @@ def test_an_engine_too_small_for_its_pair_is_refused(folder, change, message):
     data = json.loads(path.read_text())
     data["build_config"] |= change
     path.write_text(json.dumps(data))
-    with pytest.raises(PairError, match=message):
+    with pytest.raises(EngineFolderError, match=message):
         load_target(folder)
     (folder / "target" / "generation_config.json").unlink()
     with pytest.raises(PairError, match=r"no generation_config\.json; copy the model's into it"):

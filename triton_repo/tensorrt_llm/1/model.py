@@ -6,8 +6,9 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
+from masw.engines.hostile_target import load_hostile_target
 from masw.engines.messages import InvalidRequest
-from masw.engines.pair import load_hostile_target, load_target
+from masw.engines.pair import load_target
 from masw.triton_repo import wire
 from masw.triton_repo.cores import Cores
 from masw.triton_repo.ports import target_call

@@ -33,7 +33,7 @@ class TritonPythonModel:
         target = DecoderConfig.load(folder / "target")
         engine = target_engine(config)
         settings = pair.loop_settings(
-            config.draft_mode, draft_tokens=config.draft_tokens, **loop_limits(engine)
+            config.draft_mode, draft_tokens=config.draft_tokens, **loop_limits(engine, pair)
         )
         port = target_port(pb_utils, config.target_mode, target, engine)
         draft = None if config.draft_mode == "none" else DraftModel(pb_utils)
