@@ -10,7 +10,7 @@ help:           ## show the targets
 	@grep -E '^[a-z-]+: .*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
 
 setup: $(READY)  ## virtual environment with pinned dependencies, and the embedded pair
-	$(VENV)/bin/python -m masw.build.checkpoint
+	$(VENV)/bin/python -m masw.build.embedded_pair
 
 demo: $(READY)   ## summarise a real document through Triton, proven equal to plain decoding
 	$(VENV)/bin/python -m masw.build.demo

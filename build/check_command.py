@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..engines.recipe import Lane, Places, Recipe, load_recipe
-from .checks.finding import State
+from ..engines.places import Places
+from ..engines.recipe import Lane, Recipe, load_recipe
+from .checks.finding import Finding, State
 from .checks.machine import Machine
 from .checks.subject import Subject
 from .failures import failures
@@ -52,10 +53,19 @@ def check(
         latencies = _latencies(stated, draft_ms, verify_ms, accepted, decode_ms)
         subject = Subject(stated, Places(root), Machine.probe(), gpu_memory, recipe)
         findings = preflight(subject, host or _host(stated))
+    _report(stated, findings, latencies, as_json)
+    if counted(findings)[State.FAILED]:
+        raise typer.Exit(1)
+
+
+def _report(
+    recipe: Recipe, findings: list[Finding], latencies: Latencies | None, as_json: bool
+) -> None:
+    """Table, counts and prediction, or one JSON object; the warning goes to standard error."""
     counts = counted(findings)
     if as_json:
         checks = [finding.as_dict() for finding in findings]
-        told = {"recipe": stated.name, **counts, "checks": checks, "speedup": _told(latencies)}
+        told = {"recipe": recipe.name, **counts, "checks": checks, "speedup": _told(latencies)}
         typer.echo(json.dumps(told))
     else:
         Console(highlight=False).print(table(findings))
@@ -64,8 +74,6 @@ def check(
             typer.echo(f"predicted speedup: {latencies.speedup:.2f}x")
     if latencies is not None and latencies.warning:
         typer.echo(f"warning: {latencies.warning}", err=True)
-    if counts[State.FAILED]:
-        raise typer.Exit(1)
 
 
 def _host(recipe: Recipe) -> str:

@@ -1,6 +1,6 @@
-"""`masw-build`: engines from models.
+"""`masw-build`: makes, checks and lays out what a recipe states; says how to start it.
 
-Exit codes: 0 built or planned, 1 could not be built, 2 a usage error.
+Exit codes: 0 done, and no check failed; 1 could not be done, or a check failed; 2 a usage error.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 @app.callback()
 def commands() -> None:
-    """Builds, lays out and checks what a recipe states."""
+    """Makes, checks and lays out what a recipe states; says how to start it."""
 
 
 app.command()(draft)
 app.command()(target)
-
-
 app.command()(check)
 app.command()(repository)
 app.command()(launch)

@@ -31,7 +31,7 @@ from .adaptor.comparison import Comparison as MemoryComparison
 from .adaptor.comparison import compare
 from .adaptor.samples import Sample
 from .bench.record import new_card
-from .checkpoint import CheckpointError, prepare_embedded_pair
+from .embedded_pair import ModelPreparationError, prepare_embedded_pair
 from .repository import RepositoryConfig, write_repository
 from .supervisor import Supervisor
 from .triton_install import ServerError, masw_home
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         comparison = run_demo(console)
-    except (ServerError, CheckpointError) as error:
+    except (ServerError, ModelPreparationError) as error:
         console.print(f"demo: {error}", markup=False)
         return 2
     console.print(generation_card(comparison.speculative, comparison, title="masw demo, lane cpu"))

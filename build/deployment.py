@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..engines.recipe import Lane, Places, Recipe
+from ..engines.places import Places
+from ..engines.recipe import Lane, Recipe
 from ..engines.recipes import EMBEDDED
 from ..engines.trtllm_folder import is_target_engine
 from .pair_folder import missing_parts, write_recipe_pair
@@ -30,7 +31,7 @@ def is_embedded(recipe: Recipe) -> bool:
 def pair_folder(recipe: Recipe, places: Places) -> Path:
     """Where the models of a recipe find their pair."""
     if is_embedded(recipe):
-        from .checkpoint import pair_place
+        from .embedded_pair import pair_place
 
         return pair_place(recipe)
     return places.pair
@@ -52,7 +53,7 @@ def lay_out(
     if decoupled is not None:
         config = replace(config, decoupled=decoupled)
     if is_embedded(recipe):
-        from .checkpoint import prepare_embedded_pair
+        from .embedded_pair import prepare_embedded_pair
 
         prepare_embedded_pair()
     else:

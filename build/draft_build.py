@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ..engines.adaptor import Adaptor
+from ..engines.architectures import check_model_folder
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
 from ..engines.tensorrt_module import load_tensorrt
@@ -25,9 +26,9 @@ from .draft_plan import DraftPlan
 from .network.attention import plugin_attention
 from .network.draft import DraftNetwork, draft_network
 from .network.quantized import QuantizedLinear
-from .output_folder import staged, write_provenance
+from .output_folder import is_used, staged, write_provenance
+from .progress import Say
 
-Say = Callable[[str], None]
 TIMING_CACHE = "timing.cache"
 PLUGIN, NATIVE = "plugin", "native"  # the attention of an engine
 
@@ -55,8 +56,7 @@ class DraftBuild:
                 f"attention {PLUGIN} needs module tensorrt; {self.module} has no such plugins: use "
                 f"--attention {NATIVE}"
             )
-        if not (self.model / "config.json").is_file():
-            raise ValueError(f"{self.model} is no model folder: it has no config.json")
+        check_model_folder(self.model)
         if self.adaptor is not None and not self.adaptor.is_file():
             raise ValueError(f"adaptor {self.adaptor} does not exist")
         if self.plan.scheme is not None and not (self.model / TOKENIZER).is_file():
@@ -64,7 +64,7 @@ class DraftBuild:
                 f"{self.model} has no {TOKENIZER}, which --quantization "
                 f"{self.plan.quantization} needs for its calibration text"
             )
-        if self.out.exists() and any(self.out.iterdir()):
+        if is_used(self.out):
             raise ValueError(f"{self.out} is not empty; give another --out or remove it")
 
 

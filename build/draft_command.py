@@ -12,7 +12,8 @@ from rich.console import Console
 
 from ..engines import architectures
 from ..engines.recipe import load_recipe, recipe_names
-from .draft_plan import CONTAINER, DraftPlan, memory_card, shape_card, summary
+from ..engines.trtllm_module import CONTAINER
+from .draft_plan import DraftPlan, memory_card, shape_card, summary
 from .draft_settings import DraftSettings
 from .failures import failures
 
@@ -37,38 +38,50 @@ def draft(
         ),
     ] = None,
     root: Annotated[Path, typer.Option(help="Folder with the recipe's files.")] = Path("."),
-    out: Annotated[Path | None, typer.Option(help="Engine folder to make.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Engine folder to make.")] = DraftSettings.out,
     adaptor: Annotated[
         Path | None, typer.Option(help="Memory adaptor; its header decides S, W, r, visibility.")
-    ] = None,
+    ] = DraftSettings.adaptor,
     architecture: Annotated[
         str | None, typer.Option(help="Known architecture that the folder must be.")
-    ] = None,
-    sink: int = 128,
-    window: int = 128,
-    interval: int = 8,
-    visibility: Annotated[str, typer.Option(help="evicted or materialized.")] = "evicted",
-    rollback: Annotated[int, typer.Option(help="R: the most draft tokens.")] = 16,
-    draft_tokens: Annotated[int | None, typer.Option(help="Largest draft length; R.")] = None,
-    max_sequences: Annotated[int, typer.Option(help="Sequences with memory at once.")] = 8,
-    max_length: Annotated[int, typer.Option(help="Prompt + output tokens.")] = 32_768,
-    chunk: Annotated[int, typer.Option(help="Raw tokens per prefill call.")] = 512,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+    ] = DraftSettings.architecture,
+    sink: int = DraftSettings.sink,
+    window: int = DraftSettings.window,
+    interval: int = DraftSettings.interval,
+    visibility: Annotated[
+        str, typer.Option(help="evicted or materialized.")
+    ] = DraftSettings.visibility,
+    rollback: Annotated[
+        int, typer.Option(help="R: the most draft tokens.")
+    ] = DraftSettings.rollback,
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Largest draft length; R.")
+    ] = DraftSettings.draft_tokens,
+    max_sequences: Annotated[
+        int, typer.Option(help="Sequences with memory at once.")
+    ] = DraftSettings.max_sequences,
+    max_length: Annotated[
+        int, typer.Option(help="Prompt + output tokens.")
+    ] = DraftSettings.max_length,
+    chunk: Annotated[int, typer.Option(help="Raw tokens per prefill call.")] = DraftSettings.chunk,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = DraftSettings.dtype,
     quantization: Annotated[
         str, typer.Option(help="Of the backbone's linear layers: none, fp8 or int4_awq.")
-    ] = "none",
+    ] = DraftSettings.quantization,
     calibration: Annotated[
         Path | None,
         typer.Option(
             help="Text to measure scales on: .txt, or .jsonl with text.",
             show_default="Python's own manual",
         ),
-    ] = None,
-    module: Annotated[str, typer.Option(help="tensorrt or tensorrt_rtx.")] = "tensorrt",
+    ] = DraftSettings.calibration,
+    module: Annotated[str, typer.Option(help="tensorrt or tensorrt_rtx.")] = DraftSettings.module,
     attention: Annotated[
         str | None, typer.Option(help="plugin or native; default plugin, native for tensorrt_rtx.")
-    ] = None,
-    logits: Annotated[bool, typer.Option(help="Return all logits (for sampling).")] = True,
+    ] = DraftSettings.attention,
+    logits: Annotated[
+        bool, typer.Option(help="Return all logits (for sampling).")
+    ] = DraftSettings.logits,
     dry_run: Annotated[bool, typer.Option(help="Print shapes, memory and command only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON object.")] = False,
 ) -> None:

@@ -9,14 +9,14 @@ from rich.table import Table
 
 from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO, IoTensor, Profile
+from ..engines.recipe import Recipe
 from ..plugins.slot_attention.rule import MemoryRule
 from .bench.record import new_card
 from .draft_scheme import NONE, Scheme, find_scheme, linear_shapes
+from .output_folder import GIB
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-CONTAINER = "tritonserver:26.04-trtllm-python-py3"
 LENGTHS = (8_192, 32_768, 131_072)  # of the memory table
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,21 @@ class DraftPlan:
                 f"draft_tokens is {self.draft_tokens}; the rollback window R = {limit} allows 1 "
                 f"to {limit}: lower --draft-tokens or raise --rollback"
             )
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> DraftPlan:
+        """The draft of a gpu recipe; raises ValueError for limits that it cannot have."""
+        draft, limits, model = recipe.draft, recipe.limits, recipe.draft_config()
+        io = DraftIO.of(
+            model,
+            recipe.memory,
+            max_sequences=limits.max_sequences,
+            max_length=limits.max_length,
+            dtype=draft.dtype,
+            chunk=limits.chunk,
+            logits=True,
+        )
+        return cls(model, io, limits.max_draft_tokens, draft.quantization)
 
     @property
     def scheme(self) -> Scheme | None:

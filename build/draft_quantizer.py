@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..engines.recipe import TargetRecipe
 from ..engines.text import TextCodec
 from .bench.texts import plain_ids
 from .calibration import Calibration
 from .draft_scheme import Scheme
+from .modelopt import quantize
 from .network.quantized import Fp8Linear, Int4Linear, QuantizedLinear
-from .target_quantization import quantize
-
-Say = Callable[[str], None]
+from .progress import Say
 
 
 def quantize_draft(
@@ -68,7 +66,7 @@ def quantize_model(
                 say(f"calibrating: {done} passes, {len(sequences)} texts")
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # ModelOpt talks a lot
-        return quantize(model, TargetRecipe(quantization=scheme.name), sequences, tick)
+        return quantize(model, scheme.name, "auto", sequences, tick)
 
 
 def read_layers(model: PreTrainedModel) -> dict[str, QuantizedLinear]:

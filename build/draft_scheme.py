@@ -8,7 +8,8 @@ from types import ModuleType
 
 from ..engines.config import DecoderConfig
 from ..engines.recipe import GPU_DRAFTS
-from .target_quantization import check_modelopt
+from .modelopt import check_modelopt
+from .quantization import QUANTIZATIONS, Quantization, sm_of
 
 NONE = "none"
 
@@ -17,31 +18,29 @@ NONE = "none"
 class Scheme:
     """A way to quantise. Only the backbone's linear layers are; see docs/plugin.md for why.
 
-    data_type: TensorRT's. capability: the least a GPU needs. bits: of a weight. block: inputs that
-    share a scale, 0: the whole layer has one for its weights and one for its inputs. samples: texts
-    to calibrate with, `length` tokens each.
+    data_type: TensorRT's. bits: of a weight. samples: texts to calibrate with, `length` tokens
+    each. Without blocks a layer has one scale for its weights and one for its inputs.
     """
 
-    name: str
+    quantization: Quantization
     data_type: str
-    capability: tuple[int, int]
     bits: int
-    block: int
     samples: int
     length: int = 512
 
+    @property
+    def name(self) -> str:
+        """The recipe's and the command's word."""
+        return self.quantization.name
+
     def check_model(self, model: DecoderConfig) -> None:
         """Refuses a model whose layers cannot be cut into blocks."""
-        for name, inputs in {
-            "hidden_size": model.hidden_size,
-            "heads * head_dim": model.heads * model.head_dim,
-            "intermediate_size": model.intermediate_size,
-        }.items():
-            if self.block and inputs % self.block:
-                raise ValueError(
-                    f"quantization is {self.name!r}; {name} is {inputs}, no multiple of its "
-                    f"blocks of {self.block}: use --quantization {_other(self.name)}"
-                )
+        if uneven := self.quantization.uneven(model):
+            name, inputs = uneven
+            raise ValueError(
+                f"quantization is {self.name!r}; {name} is {inputs}, no multiple of its "
+                f"blocks of {self.quantization.block}: use --quantization {_other(self.name)}"
+            )
 
     def check_module(self, trt: ModuleType) -> None:
         """Refuses a TensorRT that lacks the data type, and a missing ModelOpt."""
@@ -54,12 +53,12 @@ class Scheme:
 
     def check_device(self, capability: str | None) -> None:
         """Refuses a GPU that cannot compute in it; None: built without a GPU, for any."""
-        if capability is None or tuple(map(int, capability.split("."))) >= self.capability:
+        least = self.quantization.sm
+        if capability is None or sm_of(capability) >= least:
             return
-        least = ".".join(map(str, self.capability))
         raise ValueError(
-            f"quantization is {self.name!r}, which needs compute capability {least} or higher; "
-            f"this GPU has {capability}: use --quantization {_lesser(self.capability, capability)}"
+            f"quantization is {self.name!r}, which needs compute capability {least / 10} or "
+            f"higher; this GPU has {capability}: use --quantization {_lesser(least, capability)}"
         )
 
     def linear_bytes(self, model: DecoderConfig, itemsize: int) -> int:
@@ -67,16 +66,17 @@ class Scheme:
         layers = list(linear_shapes(model))
         weights = sum(inputs * outputs for inputs, outputs in layers)
         scales = 2 * len(layers)
-        if self.block:
-            scales = weights // self.block + sum(inputs for inputs, _ in layers)
+        if block := self.quantization.block:
+            scales = weights // block + sum(inputs for inputs, _ in layers)
         return model.layers * (weights * self.bits // 8 + scales * itemsize)
 
 
+AWQ = QUANTIZATIONS["int4_awq"]
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        Scheme("fp8", "FP8", (8, 9), bits=8, block=0, samples=128),
-        Scheme("int4_awq", "INT4", (8, 0), bits=4, block=128, samples=32),
+        Scheme(QUANTIZATIONS["fp8"], "FP8", bits=8, samples=128),
+        Scheme(AWQ, "INT4", bits=4, samples=AWQ.samples),
     )
 }
 
@@ -103,8 +103,8 @@ def _other(name: str) -> str:
     return " or ".join(other for other in GPU_DRAFTS if other != name)
 
 
-def _lesser(needed: tuple[int, int], capability: str) -> str:
+def _lesser(needed: int, capability: str) -> str:
     """What that GPU can do instead."""
-    has = tuple(map(int, capability.split(".")))
-    able = [s.name for s in SCHEMES.values() if s.capability <= has and s.capability != needed]
+    kinds = [scheme.quantization for scheme in SCHEMES.values()]
+    able = [each.name for each in kinds if each.sm <= sm_of(capability) and each.sm != needed]
     return " or ".join([*able, NONE])

@@ -11,7 +11,8 @@ from ..engines import architectures
 from ..engines.adaptor import read_header
 from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO
-from ..engines.recipe import Lane, Places, Recipe
+from ..engines.places import Places
+from ..engines.recipe import Lane, Recipe
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from .calibration import Calibration
 from .draft_build import NATIVE, PLUGIN, DraftBuild, build_draft
@@ -138,6 +139,7 @@ class DraftSettings:
         """The architecture of a folder, or a known one by name where only a plan is wanted."""
         folder = Path(self.model)
         if folder.is_dir():
+            architectures.check_model_folder(folder)
             if self.architecture is not None:
                 return architectures.check_folder(self.architecture, folder)
             return DecoderConfig.load(folder)

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ..engines.recipe import Launch, Places, load_recipe
+from ..engines.places import Places
+from ..engines.recipe import Launch, load_recipe
 from .failures import failures
 from .launch import TRITONSERVER, launch_plan
 

@@ -43,22 +43,28 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 
 
 @contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """Yields a folder beside `out` that takes its place at the end; an error leaves nothing."""
+def staged(out: Path, replace: bool = False) -> Iterator[Path]:
+    """Yields a folder beside `out` that takes its place at the end; an error leaves nothing new.
+
+    Relative links in it hold in both places. Raises OSError where `out` is not empty at the end,
+    unless it is to be replaced.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        stage = Path(scratch) / out.name
-        stage.mkdir()
+    stage = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    try:
+        stage.chmod(0o755)
         yield stage
         if out.exists():
-            out.rmdir()
+            shutil.rmtree(out) if replace else out.rmdir()
         stage.rename(out)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
 
 
 def write_provenance(stage: Path, started: datetime, **facts: Any) -> None:
     """Writes command, times, machine and versions, with `facts` about the inputs."""
     record = {
-        "command": " ".join(["masw-build", *map(without_folder, sys.argv[1:])]),
+        "command": " ".join([Path(sys.argv[0]).name, *map(without_folder, sys.argv[1:])]),
         "started": started.isoformat(timespec="seconds"),
         "seconds": round((datetime.now(UTC) - started).total_seconds(), 1),
         "machine": machine(),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..engines.engine_folder import is_engine_folder
 from ..engines.pair import Pair
-from ..engines.recipe import Places, Recipe
+from ..engines.places import Places
+from ..engines.recipe import Recipe
 
 TARGET, DRAFT, ADAPTOR = "target", "draft", "adaptor.safetensors"
 PARTS = (TARGET, DRAFT, ADAPTOR)

@@ -20,7 +20,7 @@ from ..clients.client import DEFAULT_URL
 from ..clients.perf_analyzer import PerfAnalyzerError
 from ..engines.recipes import EMBEDDED
 from .bench.record import BenchError, emit, progress
-from .checkpoint import CheckpointError
+from .embedded_pair import ModelPreparationError
 from .options import numbers, words
 from .serve import prepare
 from .triton_install import ServerError
@@ -63,7 +63,7 @@ def failures() -> Iterator[None]:
         yield
     except (
         BenchError,
-        CheckpointError,
+        ModelPreparationError,
         ServerError,
         PerfAnalyzerError,
         ValueError,

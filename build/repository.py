@@ -16,7 +16,8 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..engines.recipe import Lane, Places, Recipe
+from ..engines.places import Places
+from ..engines.recipe import Lane, Recipe
 from . import tensors
 from .tensors import TensorSpec
 from .trtllm_config import BackendTarget

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ..engines.recipe import Places, load_recipe
+from ..engines.places import Places
+from ..engines.recipe import load_recipe
 from .deployment import Layout, lay_out
 from .failures import failures
 from .launch import launch_plan

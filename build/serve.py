@@ -71,7 +71,7 @@ class Reporter:
 def prepare(recipe: str) -> str:
     """The pair's folder for a recipe: the embedded pair, made on first use, or a path as it is."""
     if recipe == EMBEDDED:
-        from .checkpoint import prepare_embedded_pair
+        from .embedded_pair import prepare_embedded_pair
 
         return str(prepare_embedded_pair())
     if not Path(recipe).exists():

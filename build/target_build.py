@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..engines.trtllm_folder import EngineConfig
+from ..engines.trtllm_module import CONTAINER
 from .output_folder import check_space, check_unused, staged, write_provenance
-from .target_checkpoint import Say
-from .target_plan import BUILDER, IMAGE, TargetPlan
+from .progress import Say
+from .target_plan import BUILDER, TargetPlan
 
 Show = Callable[[int, str], object]
 LAST_LINES = 8  # of the log, shown with an error
@@ -72,7 +73,8 @@ def without_builder(job: EngineJob) -> NoBuilder:
     """The error that says which container has trtllm-build and what to run there."""
     return NoBuilder(
         f"{BUILDER} is not installed; the engine is built for the GPUs of the machine it will run "
-        f"on, in the container {IMAGE}: run this command again there, or\n{shlex.join(job.command)}"
+        f"on, in the container {CONTAINER}: run this command again there, or\n"
+        f"{shlex.join(job.command)}"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,12 +21,12 @@ import torch
 from ..engines import architectures
 from ..engines.text import TextCodec
 from .calibration import Calibration
+from .modelopt import check_modelopt, modelopt, quantize
 from .output_folder import GIB, check_space, staged, write_provenance
+from .progress import Say
 from .target_folder import CONFIG, CheckpointError, check_rank, complete, model_fingerprint
 from .target_plan import TargetPlan
-from .target_quantization import check_modelopt, modelopt, quantize
 
-Say = Callable[[str], None]
 DECODER_TYPES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen", "qwen3": "qwen"}
 
 
@@ -43,8 +43,7 @@ class CheckpointJob:
     def check(self) -> None:
         """Raises ValueError for what would fail later: folder, weights, text, disk, memory."""
         plan = self.plan
-        if not (self.model / CONFIG).is_file():
-            raise ValueError(f"{self.model} is no model folder: it has no config.json")
+        architectures.check_model_folder(self.model)
         architectures.check_folder(plan.target.architecture, self.model)
         if not any(self.model.glob("*.safetensors")):
             raise ValueError(f"{self.model} has no weights: no *.safetensors lies there")
@@ -108,14 +107,15 @@ def _load(job: CheckpointJob) -> torch.nn.Module:
 def _quantize(
     job: CheckpointJob, model: torch.nn.Module, sequences: list[list[int]], say: Say
 ) -> torch.nn.Module:
-    passes = len(sequences) * (2 if job.plan.target.quantization == "int4_awq" else 1)
+    target = job.plan.target
+    passes = len(sequences) * (2 if target.quantization == "int4_awq" else 1)
     step = max(1, passes // 10)
 
     def tick(done: int) -> None:
         if done % step == 0 or done == passes:
             say(f"calibrating {done}/{passes}")
 
-    model = quantize(model, job.plan.target, sequences, tick)
+    model = quantize(model, target.quantization, target.kv_cache, sequences, tick)
     if torch.cuda.is_available():
         from accelerate.hooks import remove_hook_from_module
 

@@ -14,19 +14,23 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engines import architectures
-from ..engines.recipe import Places, load_recipe
+from ..engines.places import Places
+from ..engines.recipe import load_recipe
+from ..engines.trtllm_module import CONTAINER
 from .bench.record import new_card
 from .calibration import LENGTH, SAMPLES, Calibration
 from .failures import failures
 from .output_folder import GIB, is_used
+from .progress import Say
+from .quantization import QUANTIZATIONS
 from .target_build import EngineJob, build_engine
-from .target_checkpoint import CheckpointJob, Say, write_checkpoint
+from .target_checkpoint import CheckpointJob, write_checkpoint
 from .target_folder import check_checkpoint
-from .target_plan import IMAGE, TargetPlan
+from .target_plan import TargetPlan
 from .target_tensors import RankTensor
 
 WIDTH = 110  # columns that the longest row takes
-AWQ_SAMPLES = 32  # AWQ searches over all of them
+AWQ_SAMPLES = QUANTIZATIONS["int4_awq"].samples
 
 
 def target(
@@ -60,7 +64,7 @@ def target(
         plan = TargetPlan(load_recipe(recipe))
         text = None
         if calibration is not None:
-            count = AWQ_SAMPLES if plan.target.quantization == "int4_awq" else SAMPLES
+            count = QUANTIZATIONS[plan.target.quantization].samples
             samples = count if calibration_samples is None else calibration_samples
             text = Calibration(calibration, samples, calibration_length)
         build = TargetBuild.of(plan, root, model, workers, text)
@@ -135,10 +139,10 @@ def _show(build: TargetBuild, as_json: bool) -> None:
     console.print(rank_card(plan))
     console.print(
         f"checkpoint {plan.checkpoint_bytes / GIB:,.2f} GiB; keys and values of a token "
-        f"{plan.cache_bytes / 1024:,.0f} KiB on each GPU",
+        f"{plan.kv_bytes_per_token / 1024:,.0f} KiB on each GPU",
         markup=False,
     )
-    typer.echo(f"in the container {IMAGE}:\n{shlex.join(command)}")
+    typer.echo(f"in the container {CONTAINER}:\n{shlex.join(command)}")
 
 
 def tensor_card(plan: TargetPlan) -> Table:

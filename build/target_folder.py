@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..engines.engine_folder import file_sha256
 from .output_folder import PROVENANCE
@@ -36,7 +36,7 @@ SAMPLED_PLACES, SAMPLED_BYTES = 64, 4096
 
 
 class CheckpointError(RuntimeError):
-    """ModelOpt failed, or wrote something other than what was planned; the message says what."""
+    """ModelOpt failed, or a folder holds something other than what was planned; says what."""
 
 
 def complete(written: dict[str, Any], planned: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def check_rank(plan: TargetPlan, folder: Path, rank: int) -> None:
     path = folder / f"rank{rank}.safetensors"
     if not path.is_file():
         raise CheckpointError(f"{folder} lacks {path.name}")
-    with safe_open(path, "pt") as file:
+    with _opened(path) as file:
         names = set(file.keys())
         for tensor in plan.shards.tensors(rank):
             if tensor.name not in names:
@@ -78,23 +78,38 @@ def check_rank(plan: TargetPlan, folder: Path, rank: int) -> None:
                 )
 
 
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is no whole safetensors file: {error}") from None
+
+
 def check_checkpoint(plan: TargetPlan, folder: Path, model: Path | None = None) -> None:
-    """Raises ValueError where an existing checkpoint is not the plan's, or of another model."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{folder} is not empty and no checkpoint; remove it")
-    config = json.loads(path.read_text())
+    """Raises CheckpointError where an existing checkpoint is not the plan's or the model's."""
+    config = _read(folder, CONFIG)
     for key, value in plan.config.items():
         if config.get(key) != value and not _within(value, config.get(key)):
-            raise ValueError(
+            raise CheckpointError(
                 f"{folder} has {key} {config.get(key)}, the recipe wants {value}; remove it to "
                 "write it anew"
             )
     for rank in range(plan.target.ranks):
         check_rank(plan, folder, rank)
-    recorded = json.loads((folder / PROVENANCE).read_text())["model"]
+    recorded = _read(folder, PROVENANCE).get("model")
     if model is not None and (model / CONFIG).is_file() and model_fingerprint(model) != recorded:
-        raise ValueError(f"{folder} was written from another model than {model}; remove it")
+        raise CheckpointError(f"{folder} was written from another model than {model}; remove it")
+
+
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON file of an existing checkpoint; raises CheckpointError where it is none."""
+    try:
+        found = json.loads((folder / name).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is no whole checkpoint ({error}); remove it") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder} is no whole checkpoint ({name} is no object); remove it")
+    return found
 
 
 def _within(part: Any, whole: Any) -> bool:

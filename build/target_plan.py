@@ -12,10 +12,10 @@ from typing import Any
 from ..engines.config import DecoderConfig, RopeConfig
 from ..engines.recipe import Recipe, TargetRecipe
 from ..engines.trtllm_folder import AWQ_VOCAB_MULTIPLE
-from .target_tensors import BITS, BLOCKS, Shards
+from .quantization import QUANTIZATIONS
+from .target_tensors import BITS, Shards
 
 BUILDER = "trtllm-build"
-IMAGE = "nvcr.io/nvidia/tritonserver:26.04-trtllm-python-py3"
 ALGORITHMS = {"none": None, "fp8": "FP8", "int4_awq": "W4A16_AWQ", "nvfp4": "NVFP4"}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -79,7 +79,7 @@ class TargetPlan:
         return count - self.model.tied_embeddings * shards.last_stage[-1].bytes
 
     @property
-    def cache_bytes(self) -> int:
+    def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token on one rank."""
         shards = self.shards
         bits = 8 if self.target.kv_cache == "fp8" else BITS[self.target.dtype]
@@ -125,8 +125,8 @@ class TargetPlan:
             "quant_algo": ALGORITHMS[kind],
             "kv_cache_quant_algo": "FP8" if self.target.kv_cache == "fp8" else None,
         }
-        if kind in BLOCKS:
-            found["group_size"] = BLOCKS[kind]
+        if block := QUANTIZATIONS[kind].block:
+            found["group_size"] = block
         if kind == "int4_awq":
             found |= {"has_zero_point": False, "pre_quant_scale": True}
         return found | ({} if kind == "none" else {"exclude_modules": ["lm_head"]})
@@ -170,7 +170,7 @@ class TargetPlan:
             "recipe": self.recipe.name,
             "config": self.config,
             "checkpoint_bytes": self.checkpoint_bytes,
-            "cache_bytes_per_token": self.cache_bytes,
+            "cache_bytes_per_token": self.kv_bytes_per_token,
             "ranks": [
                 {
                     "rank": rank,
@@ -222,21 +222,14 @@ def _check_cache(target: TargetRecipe) -> None:
 
 def _check_blocks(model: DecoderConfig, target: TargetRecipe) -> None:
     """Blocks of weights that share a scale must not cross ranks."""
-    block, tensor = BLOCKS.get(target.quantization), target.tensor_parallel
-    if block is None:
-        return
-    widths = {
-        "hidden_size": model.hidden_size,
-        "heads x head_dim": model.heads * model.head_dim,
-        "intermediate_size": model.intermediate_size,
-    }
-    for name, width in widths.items():
-        if width // tensor % block:
-            raise ValueError(
-                f"{name} is {width}, {width // tensor} on each of {tensor} ranks; "
-                f"{target.quantization} needs multiples of {block}: lower target.tensor_parallel "
-                "or use fp8"
-            )
+    kind, tensor = QUANTIZATIONS[target.quantization], target.tensor_parallel
+    if uneven := kind.uneven(model, tensor):
+        name, width = uneven
+        raise ValueError(
+            f"{name} is {width}, {width // tensor} on each of {tensor} ranks; "
+            f"{kind.name} needs multiples of {kind.block}: lower target.tensor_parallel "
+            "or use fp8"
+        )
     if target.quantization == "int4_awq" and model.vocab_size % AWQ_VOCAB_MULTIPLE:
         raise ValueError(
             f"vocab_size is {model.vocab_size}; ModelOpt pads it to a multiple of "

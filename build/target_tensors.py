@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from ..engines.config import DecoderConfig
 from ..engines.recipe import TargetRecipe
 from ..engines.trtllm_folder import padded_vocab
+from .quantization import QUANTIZATIONS
 
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "int8": 8, "uint8": 8}
-BLOCKS = {"int4_awq": 128, "nvfp4": 16}  # weights that share a scale, along the input
 FLOAT8 = "float8_e4m3fn"
 
 
@@ -107,7 +107,8 @@ class Shards:
             yield RankTensor(f"{place}.attention.{name}_cache_scaling_factor", "float32", (1,))
 
     def _linear(self, name: str, out: int, into: int) -> Iterator[RankTensor]:
-        kind, block = self.target.quantization, BLOCKS.get(self.target.quantization, 1)
+        kind = self.target.quantization
+        block = QUANTIZATIONS[kind].block
         scale, activation = f"{name}.weights_scaling_factor", f"{name}.activation_scaling_factor"
         if kind == "none":
             yield RankTensor(f"{name}.weight", self.target.dtype, (out, into))

@@ -27,7 +27,7 @@ from .adaptor.samples import read_samples, write_samples
 from .adaptor.settings import Initialisation, Loss, TrainSettings
 from .adaptor.sources import Source
 from .bench.record import emit, progress
-from .checkpoint import embedded_model
+from .embedded_pair import embedded_model
 from .options import numbers
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -33,7 +33,8 @@ read_recipe() {
     python3 - "$recipe" "$root" <<'PYTHON'
 import sys
 from pathlib import Path
-from masw.engines.recipe import Places, RecipeError, load_recipe
+from masw.engines.places import Places
+from masw.engines.recipe import RecipeError, load_recipe
 
 try:
     recipe = load_recipe(sys.argv[1])

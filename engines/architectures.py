@@ -37,6 +37,12 @@ def architecture(name: str) -> DecoderConfig:
     return DecoderConfig.from_hf({k: v for k, v in _known()[name].items() if k != "source"})
 
 
+def check_model_folder(folder: Path) -> None:
+    """Raises ArchitectureError where a Hugging Face folder is none."""
+    if not (folder / "config.json").is_file():
+        raise ArchitectureError(f"{folder} is no model folder: it has no config.json")
+
+
 def check_folder(name: str, folder: Path) -> DecoderConfig:
     """The config of a model folder that must be of this architecture.
 

@@ -1,13 +1,12 @@
 """A recipe: one short YAML from which a pair is built, checked, laid out and served.
 
-A recipe names models by architecture and states numbers; where the files lie is settled once, by
-`Places`: folders with fixed names below one root. Errors name the field, its value and the limit.
+A recipe names models by architecture and states numbers; `places.py` says where the files lie.
+Errors name the field, its value and the limit.
 """
 
 from __future__ import annotations
 
 import importlib.resources
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -215,58 +214,6 @@ class Recipe(_Part):
 CPU_DTYPES, GPU_DTYPES = ("float32", "bfloat16"), ("bfloat16", "float16")
 CPU_TARGETS, GPU_TARGETS = ("none",), ("none", "fp8", "int4_awq", "nvfp4")
 CPU_DRAFTS, GPU_DRAFTS = ("none", "int8"), ("none", "fp8", "int4_awq")
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where the files of a gpu recipe lie below its root."""
-
-    root: Path
-
-    @property
-    def target_model(self) -> Path:
-        """Hugging Face folder of the target."""
-        return self.root / "models" / "target"
-
-    @property
-    def draft_model(self) -> Path:
-        """Hugging Face folder of the draft."""
-        return self.root / "models" / "draft"
-
-    @property
-    def adaptor(self) -> Path:
-        """The draft's trained memory adaptor."""
-        return self.root / "models" / "adaptor.safetensors"
-
-    @property
-    def checkpoint(self) -> Path:
-        """TensorRT-LLM checkpoint of the target: config.json and rank*.safetensors."""
-        return self.root / "checkpoints" / "target"
-
-    @property
-    def target_engine(self) -> Path:
-        """TensorRT-LLM engine folder of the target: config.json and rank*.engine."""
-        return self.root / "engines" / "target"
-
-    @property
-    def draft_engine(self) -> Path:
-        """Engine folder of the draft (`masw-build draft`)."""
-        return self.root / "engines" / "draft"
-
-    @property
-    def logs(self) -> Path:
-        """Output of the slow steps, one file each."""
-        return self.root / "logs"
-
-    @property
-    def pair(self) -> Path:
-        """The pair folder that the Triton models load."""
-        return self.root / "pair"
-
-    @property
-    def repository(self) -> Path:
-        """The Triton model repository."""
-        return self.root / "repository"
 
 
 def recipe_folder() -> Path:

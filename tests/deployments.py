@@ -10,6 +10,7 @@ import json
 import shutil
 from pathlib import Path
 
+from masw.build.checks.finding import Finding, State
 from masw.build.checks.machine import Gpu, Machine
 from masw.build.deployment import lay_out
 from masw.build.triton_server import free_ports
@@ -18,14 +19,15 @@ from masw.engines.adaptor import AdaptorConfig
 from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
 from masw.engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
-from masw.engines.recipe import Places, Recipe
+from masw.engines.places import Places
+from masw.engines.recipe import Lane, Recipe, load_recipe, recipe_names
 from masw.engines.tokens import tokens_sha256
 from tests.models import hf_config, save_model
 from tests.tiny_tokenizers import byte_level
 
 TARGET, DRAFT = "llama", "llama-tied"  # architectures by the names of `tests.models`
 TENSORRT = "10.14.1.48"
-GPUS = tuple(Gpu(index, "H100", "9.0", 79.6, 79.0) for index in range(3))
+GPUS = tuple(Gpu(index, "H100", "9.0", 79.0) for index in range(3))
 MACHINE = Machine(
     versions={"tensorrt-llm": "1.2.1", "tensorrt": TENSORRT},
     gpus=GPUS,
@@ -36,6 +38,7 @@ MACHINE = Machine(
 )
 MEMORY = {"sink": 16, "window": 16, "rollback": 16, "interval": 8}
 LIMITS = {"max_length": 512, "max_sequences": 2, "max_draft_tokens": 8, "chunk": 64}
+GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]  # shipped
 
 
 def tiny_architectures() -> dict[str, dict]:
@@ -141,6 +144,11 @@ def copy_deployment(places: Places, root: Path, stated: Recipe) -> Places:
     shutil.copytree(places.root, root, symlinks=True)
     lay_out(stated, Places(root))
     return Places(root)
+
+
+def failures(findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Those of the findings by name that are failures."""
+    return {name: each for name, each in findings.items() if each.state == State.FAILED}
 
 
 def change_json(path: Path, **changes) -> None:

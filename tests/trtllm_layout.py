@@ -125,6 +125,31 @@ ELSEWHERE = {
     "triton_max_batch_size",
 }
 
+# Parameters of the same backend that a deployment of ours leaves out, and why. Left out, each has
+# the backend's default; an unfilled or empty value would not.
+LEFT_OUT = {
+    "encoder_model_path": "no encoder",
+    "cross_kv_cache_fraction": "no encoder",
+    "max_tokens_in_paged_kv_cache": "the memory fraction decides",
+    "max_attention_window_size": "windows switch block reuse off",
+    "sink_token_length": "sinks switch block reuse off",
+    "enable_trt_overlap": "experimental",
+    "participant_ids": "for orchestrators that do not spawn their ranks",
+    "lora_cache_optimal_adapter_size": "no LoRA",
+    "lora_cache_max_adapter_size": "no LoRA",
+    "lora_cache_gpu_memory_fraction": "no LoRA",
+    "lora_cache_host_memory_bytes": "no LoRA",
+    "lora_prefetch_dir": "no LoRA",
+    "lookahead_window_size": "another kind of speculation",
+    "lookahead_ngram_size": "another kind of speculation",
+    "lookahead_verification_set_size": "another kind of speculation",
+    "medusa_choices": "another kind of speculation",
+    "eagle_choices": "another kind of speculation",
+    "guided_decoding_backend": "no guided decoding",
+    "xgrammar_tokenizer_info_path": "no guided decoding",
+    "tokenizer_dir": "for guided decoding only",
+}
+
 
 def tensors(text: str) -> dict[str, tuple]:
     """{name: (type, dims, optional, ragged, reshape)} of INPUTS or OUTPUTS."""

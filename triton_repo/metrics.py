@@ -20,53 +20,38 @@ COUNTERS = {
     "masw_emitted_tokens_total": "Tokens given to users",
     "masw_cancelled_total": "Requests whose client went away",
 }
-POSITION = "masw_accepted_tokens_per_pos_total"
+POSITION, INFLIGHT = "masw_accepted_tokens_per_pos_total", "masw_requests_inflight"
+SECONDS, QUEUE = "masw_iteration_seconds", "masw_queue_seconds"
+FAMILIES = {name: ("COUNTER", about) for name, about in COUNTERS.items()} | {
+    POSITION: ("COUNTER", "Accepted tokens by draft position"),
+    INFLIGHT: ("GAUGE", "Requests admitted"),
+    SECONDS: ("HISTOGRAM", "Time of an iteration by phase"),
+    QUEUE: ("HISTOGRAM", "Time an admitted request waited for a place"),
+}
 
 
 class Metrics:
     """All metric families of the loop model. `pb_utils` is Triton's module of the stub."""
 
     def __init__(self, pb_utils: Any, positions: int):
-        counter, gauge = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
-        families = {
-            name: pb_utils.MetricFamily(name=name, description=about, kind=counter)
-            for name, about in COUNTERS.items()
+        families = self._families = {  # gone, they cannot count
+            name: pb_utils.MetricFamily(
+                name=name, description=about, kind=getattr(pb_utils.MetricFamily, kind)
+            )
+            for name, (kind, about) in FAMILIES.items()
         }
-        by_position = pb_utils.MetricFamily(
-            name=POSITION, description="Accepted tokens by draft position", kind=counter
-        )
-        inflight = pb_utils.MetricFamily(
-            name="masw_requests_inflight", description="Requests admitted", kind=gauge
-        )
-        histogram = pb_utils.MetricFamily.HISTOGRAM
-        seconds = pb_utils.MetricFamily(
-            name="masw_iteration_seconds",
-            description="Time of an iteration by phase",
-            kind=histogram,
-        )
-        queue = pb_utils.MetricFamily(
-            name="masw_queue_seconds",
-            description="Time an admitted request waited for a place",
-            kind=histogram,
-        )
-        self._families = (
-            families,
-            by_position,
-            inflight,
-            seconds,
-            queue,
-        )  # gone, they cannot count
-        self._counters = {name: family.Metric(labels={}) for name, family in families.items()}
+        self._counters = {name: families[name].Metric(labels={}) for name in COUNTERS}
         self._counters |= {
-            (POSITION, place): by_position.Metric(labels={"position": str(place)})
+            (POSITION, place): families[POSITION].Metric(labels={"position": str(place)})
             for place in range(positions)
         }
-        self._inflight = inflight.Metric(labels={})
+        self._inflight = families[INFLIGHT].Metric(labels={})
         self._inflight.set(0)
         self._phases = {
-            phase: seconds.Metric(labels={"phase": phase}, buckets=BUCKETS) for phase in PHASES
+            phase: families[SECONDS].Metric(labels={"phase": phase}, buckets=BUCKETS)
+            for phase in PHASES
         }
-        self._queue = queue.Metric(labels={}, buckets=QUEUE_BUCKETS)
+        self._queue = families[QUEUE].Metric(labels={}, buckets=QUEUE_BUCKETS)
         self._pending: Counter = Counter()
         self._flushed = time.monotonic()
 

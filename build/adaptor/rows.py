@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...engines.text import TextCodec
 from ..fitting import fit_prompt
+from ..progress import Say
 from .samples import DataError, Sample, read_samples
 from .sources import Exchange, Source
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from ...engines.engine_folder import file_sha256
 from ...engines.pair import DTYPES
 from ...engines.text import TextCodec
 from ..bench.record import device_name
-from .rows import Rows, Say, pretraining_rows, tuning_rows
+from ..progress import Say
+from .rows import Rows, pretraining_rows, tuning_rows
 from .run_folder import RunFolder
 from .schedule import Schedule
 from .settings import Loss, TrainSettings

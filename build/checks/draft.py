@@ -55,13 +55,8 @@ def train_command(subject: Subject) -> str:
     return shlex.join([*words, *(str(w) for k, v in options.items() for w in (f"--{k}", v))])
 
 
-def build_command(subject: Subject) -> str:
-    """The command that makes the recipe's draft engine."""
-    return subject.command("draft", "--recipe ")
-
-
 def _engine(subject: Subject) -> list[Finding]:
-    folder, build = subject.places.draft_engine, build_command(subject)
+    folder, build = subject.places.draft_engine, subject.command("draft")
     if not is_engine_folder(folder):
         return [failed("draft engine", f"{folder} holds none", f"build it: {build}")]
     try:
@@ -85,12 +80,10 @@ def _numbers(subject: Subject, engine: DraftEngine) -> Finding:
     wanted = replace(subject.recipe.draft_config(), eos_ids=engine.model.eos_ids)
     found = f"{engine.io.dtype}, {engine.io.max_sequences} sequences of {engine.io.max_length}"
     if engine.model != wanted:
-        remedy = f"change draft.architecture, or build: {subject.command('draft', '--recipe ')}"
+        remedy = f"change draft.architecture, or build: {subject.command('draft')}"
         return failed(name, f"the engine's model is not {draft.architecture}", remedy)
     found += f", R {engine.io.rule.rollback}; draft.dtype is {draft.dtype}"
-    remedy = (
-        f"set draft.dtype to {engine.io.dtype}, or build: {subject.command('draft', '--recipe ')}"
-    )
+    remedy = f"set draft.dtype to {engine.io.dtype}, or build: {subject.command('draft')}"
     return judged(name, engine.io.dtype == draft.dtype, found, remedy)
 
 
@@ -106,7 +99,5 @@ def _device(subject: Subject, engine: DraftEngine) -> Finding:
     try:
         engine.check_use(version=version, compute_capability=gpu.compute_capability)
     except EngineFolderError as error:
-        return failed(
-            name, str(error), f"build it on this machine: {subject.command('draft', '--recipe ')}"
-        )
+        return failed(name, str(error), f"build it on this machine: {subject.command('draft')}")
     return ok(name, f"{made}, as here")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ...engines.recipe import Recipe
-from .finding import Finding, failed, judged, unknown
+from ..quantization import QUANTIZATIONS
+from .finding import Finding, failed, judged, ok, unknown
 from .subject import Subject
 
-LEAST_SM = 80
-NEEDED_SM = {"none": LEAST_SM, "int4_awq": LEAST_SM, "fp8": 89, "nvfp4": 100}
 ABSENT = "no NVIDIA driver here"
 
 
@@ -23,17 +22,17 @@ def gpu_findings(subject: Subject) -> list[Finding]:
         remedy = "change target.gpus and draft.gpu, or give the container more GPUs (--gpus all)"
         return [failed("GPUs", found, remedy)]
     names = ", ".join(sorted({machine.gpu(index).name for index in used}))
-    present = judged("GPUs", True, f"{used}: {names}", "")
+    present = ok("GPUs", f"{used}: {names}")
     return [present, *(_architecture(subject, *role) for role in _roles(recipe))]
 
 
 def _roles(recipe: Recipe) -> list[tuple[str, tuple[int, ...], int]]:
     """(role, devices, SM needed)."""
     cache = "fp8" if recipe.target.kv_cache == "fp8" else "none"
-    target = max(NEEDED_SM[recipe.target.quantization], NEEDED_SM[cache])
+    target = max(QUANTIZATIONS[kind].sm for kind in (recipe.target.quantization, cache))
     return [
         ("target", recipe.target.gpus, target),
-        ("draft", (recipe.draft.gpu,), NEEDED_SM[recipe.draft.quantization]),
+        ("draft", (recipe.draft.gpu,), QUANTIZATIONS[recipe.draft.quantization].sm),
     ]
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-GIB = 2**30
-DISTRIBUTIONS = ("tensorrt-llm", "tensorrt", "torch", "transformers", "nvidia-pytriton")
-QUERY = ("index", "name", "compute_cap", "memory.total", "memory.free")
+from ..quantization import sm_of
+
+DISTRIBUTIONS = ("tensorrt-llm", "tensorrt", "torch", "nvidia-pytriton")
+QUERY = ("index", "name", "compute_cap", "memory.free")
 SHARED_MEMORY = Path("/dev/shm")
 
 Run = Callable[[Sequence[str]], str | None]
@@ -21,19 +22,17 @@ Run = Callable[[Sequence[str]], str | None]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device: compute capability as "9.0"; memory in GiB."""
+    """One device: compute capability as "9.0"; free memory in GiB."""
 
     index: int
     name: str
     compute_capability: str
-    total: float
     free: float
 
     @property
     def sm(self) -> int:
         """The compute capability as one number: 90 for "9.0"."""
-        major, minor = self.compute_capability.split(".")
-        return 10 * int(major) + int(minor)
+        return sm_of(self.compute_capability)
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,8 @@ def read_cuda(run: Run) -> tuple[int, int] | None:
 
 
 def _gpu(line: str) -> Gpu:
-    index, name, capability, total, free = (word.strip() for word in line.split(","))
-    return Gpu(int(index), name, capability, float(total) / 1024, float(free) / 1024)
+    index, name, capability, free = (word.strip() for word in line.split(","))
+    return Gpu(int(index), name, capability, float(free) / 1024)
 
 
 def _versions() -> dict[str, str]:

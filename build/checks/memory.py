@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...engines.draft_io import DraftIO
 from ...engines.recipe import Recipe
 from ..draft_plan import BYTES, DraftPlan
+from ..output_folder import GIB
 from ..target_plan import TargetPlan
 from .finding import Finding, failed, ok, unknown
-from .machine import GIB
 from .subject import Subject
 
 CONTEXT = GIB  # CUDA context, communication buffers, workspaces: a guess per process
@@ -38,7 +37,7 @@ class TargetMemory:
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token on one rank."""
-        return self.plan.cache_bytes
+        return self.plan.kv_bytes_per_token
 
     @property
     def activation_bytes(self) -> int:
@@ -62,18 +61,7 @@ class TargetMemory:
 
 def draft_bytes(recipe: Recipe) -> int:
     """Device memory of the draft's process. Raises ValueError for limits the draft cannot have."""
-    draft, limits, model = recipe.draft, recipe.limits, recipe.draft_config()
-    io = DraftIO.of(
-        model,
-        recipe.memory,
-        max_sequences=limits.max_sequences,
-        max_length=limits.max_length,
-        dtype=draft.dtype,
-        chunk=limits.chunk,
-        logits=True,
-    )
-    plan = DraftPlan(model, io, limits.max_draft_tokens, draft.quantization)
-    return plan.total_bytes + CONTEXT
+    return DraftPlan.of(recipe).total_bytes + CONTEXT
 
 
 def memory_findings(subject: Subject) -> list[Finding]:
@@ -88,7 +76,7 @@ def memory_findings(subject: Subject) -> list[Finding]:
 
 
 def _device_bytes(subject: Subject, gpus: tuple[int, ...]) -> float | None:
-    """Of the emptiest choice: what the fullest device has free, or what the caller states."""
+    """The least free bytes of these devices, or what the caller states."""
     if subject.gpu_memory is not None:
         return subject.gpu_memory * GIB
     found = [subject.machine.gpu(index) for index in gpus]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
-from ...engines.recipe import Places, Recipe
+from ...engines.places import Places
+from ...engines.recipe import Recipe
 from .machine import Machine
 
 
@@ -22,7 +24,8 @@ class Subject:
         if self.gpu_memory is not None and not self.gpu_memory > 0:
             raise ValueError(f"gpu_memory is {self.gpu_memory}; give GiB above 0")
 
-    def command(self, name: str, option: str = "") -> str:
-        """A command of `masw-build` for this recipe; `option` says how it takes it."""
+    def command(self, name: str) -> str:
+        """A command of `masw-build` for this recipe, as a shell takes it."""
         recipe = self.recipe_name or self.recipe.name
-        return f"masw-build {name} {option}{recipe} --root {self.places.root}"
+        what = ["--recipe", recipe] if name == "draft" else [recipe]
+        return shlex.join(["masw-build", name, *what, "--root", str(self.places.root)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..draft_plan import CONTAINER
+from ...engines.trtllm_module import CONTAINER
 from .finding import Finding, judged, unknown
 from .machine import Machine
 

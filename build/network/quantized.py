@@ -29,15 +29,15 @@ class QuantizedLinear(ABC):
 class Fp8Linear(QuantizedLinear):
     """Weights and inputs in FP8, one scale each.
 
-    weight: (outputs, inputs), not yet rounded; weight_max, input_max: largest magnitudes.
+    weight: (outputs, inputs), not yet rounded; weight_amax, input_amax: largest magnitudes.
     """
 
     weight: Tensor
-    weight_max: float
-    input_max: float
+    weight_amax: float
+    input_amax: float
 
     def product(self, graph, x, dtype):
-        x_scale, scale = (_fp8_scale(most, dtype) for most in (self.input_max, self.weight_max))
+        x_scale, scale = (_fp8_scale(most, dtype) for most in (self.input_amax, self.weight_amax))
         values = (self.weight.float() / scale.float()).clamp(-FP8_MAX, FP8_MAX)
         stored = graph.constant(values.to(torch.float8_e4m3fn)[None])  # (1, outputs, inputs)
         weight = graph.dequantize(stored, graph.constant(scale))

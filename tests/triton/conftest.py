@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from masw.build.checkpoint import prepare_embedded_pair
+from masw.build.embedded_pair import prepare_embedded_pair
 from masw.build.repository import (
     ENSEMBLE,
     POSTPROCESSING,

@@ -11,8 +11,8 @@ import subprocess
 import pytest
 from google.protobuf import text_format
 
-from masw.build.checkpoint import prepare_embedded_pair
 from masw.build.deployment import lay_out
+from masw.build.embedded_pair import prepare_embedded_pair
 from masw.build.launch import launch_plan
 from masw.build.repository import ENSEMBLE, LOAD_ORDER, read_model_config
 from masw.build.triton_install import ServerError
@@ -23,7 +23,8 @@ from masw.build.triton_server import (
     find_installation,
     free_ports,
 )
-from masw.engines.recipe import Places, load_recipe
+from masw.engines.places import Places
+from masw.engines.recipe import load_recipe
 from tests.triton.serving import PATIENCE
 
 pytestmark = pytest.mark.triton

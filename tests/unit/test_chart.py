@@ -12,9 +12,10 @@ import yaml
 
 from masw.build.draft_plan import GIB, DraftPlan
 from masw.engines.draft_io import DraftIO
-from masw.engines.recipe import Lane, load_recipe, recipe_folder, recipe_names
+from masw.engines.recipe import load_recipe, recipe_folder
 from masw.plugins.slot_attention.rule import MemoryRule
 from masw.triton_repo.metrics import Metrics
+from tests.deployments import GPU_RECIPES
 from tests.helm_subset import Chart
 from tests.schema_subset import complaints
 
@@ -48,7 +49,6 @@ API = {
     "PodMonitor": "monitoring.coreos.com/v1",
     "Service": "v1",
 }
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
 SERVER_STOP_SECONDS = 30  # launch.sh's default
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -11,14 +12,11 @@ from masw.build.checks.machine import Gpu, Machine, read_cuda, read_gpus
 from masw.build.checks.subject import Subject
 from masw.build.commands import app
 from masw.build.preflight import counted, preflight, table
-from masw.engines.recipe import Lane, Places, load_recipe, recipe_names
+from masw.engines.places import Places
+from masw.engines.recipe import Lane, load_recipe, recipe_names
+from tests.deployments import GPU_RECIPES, failures
 
 GIB = 2**30
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
-
-
-def failures(findings) -> dict[str, Finding]:
-    return {name: each for name, each in findings.items() if each.state == State.FAILED}
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -52,6 +50,19 @@ def test_shipped_recipes_are_checked_anywhere(name, tmp_path):
         assert told[part].state == State.FAILED and command in told[part].remedy
 
 
+def test_remedies_are_commands_that_a_shell_takes(tmp_path):
+    """Folders and files may have blanks in their names."""
+    root, file = tmp_path / "my models", str(tmp_path / "my recipe.yaml")
+    subject = Subject(load_recipe(GPU_RECIPES[0]), Places(root), Machine(), recipe_name=file)
+    told = {finding.name: finding.remedy for finding in preflight(subject)}
+    for part, words in (
+        ("draft engine", ["masw-build", "draft", "--recipe", file, "--root", str(root)]),
+        ("target engine", ["masw-build", "target", file, "--root", str(root)]),
+        ("repository", ["masw-build", "repository", file, "--root", str(root)]),
+    ):
+        assert shlex.split(told[part].partition(": ")[2]) == words
+
+
 @pytest.mark.parametrize("name", GPU_RECIPES)
 def test_shipped_recipes_fit_gpus_of_80_gb(name, tmp_path):
     subject = Subject(load_recipe(name), Places(tmp_path), Machine(), gpu_memory=79.0)
@@ -59,8 +70,8 @@ def test_shipped_recipes_fit_gpus_of_80_gb(name, tmp_path):
     assert memory and all(each.state == State.OK for each in memory), memory
 
 
-SMI = """0, NVIDIA H100 80GB HBM3, 9.0, 81559, 80900
-1, NVIDIA H100 80GB HBM3, 9.0, 81559, 1024
+SMI = """0, NVIDIA H100 80GB HBM3, 9.0, 80900
+1, NVIDIA H100 80GB HBM3, 9.0, 1024
 """
 HEAD = "| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: 13.0 |"
 
@@ -73,7 +84,7 @@ def test_gpus_are_read_from_nvidia_smi():
         return SMI if len(command) > 1 else HEAD
 
     first, second = read_gpus(run)
-    assert first == Gpu(0, "NVIDIA H100 80GB HBM3", "9.0", 81559 / 1024, 80900 / 1024)
+    assert first == Gpu(0, "NVIDIA H100 80GB HBM3", "9.0", 80900 / 1024)
     assert (first.sm, second.free) == (90, 1.0) and asked[0][0] == "nvidia-smi"
     assert read_cuda(run) == (13, 0)
     assert read_gpus(lambda command: None) is None and read_cuda(lambda command: None) is None

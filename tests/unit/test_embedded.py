@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from masw.build.checkpoint import prepare_embedded_pair
+from masw.build.embedded_pair import prepare_embedded_pair
 from masw.engines.decoder import Decoder
 from masw.engines.draft import TorchDraft
 from masw.engines.local import generate_all

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from masw.build.checkpoint import embedded_model
+from masw.build.embedded_pair import embedded_model
 from masw.engines.adaptor import AdaptorConfig
 from masw.engines.decoder import Decoder
 from masw.engines.int8 import Int8Linear, to_int8

@@ -15,7 +15,8 @@ from masw.build.preflight import preflight
 from masw.build.target_plan import TargetPlan
 from masw.engines.architectures import architecture
 from masw.engines.decoder import Decoder
-from masw.engines.recipe import Places, load_recipe
+from masw.engines.places import Places
+from masw.engines.recipe import load_recipe
 
 GIB = 2**30
 

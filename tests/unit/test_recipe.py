@@ -10,15 +10,8 @@ import yaml
 
 from masw.engines import architectures
 from masw.engines.decoder import Decoder
-from masw.engines.recipe import (
-    Lane,
-    Places,
-    Recipe,
-    RecipeError,
-    load_recipe,
-    recipe_folder,
-    recipe_names,
-)
+from masw.engines.places import Places
+from masw.engines.recipe import Lane, Recipe, RecipeError, load_recipe, recipe_folder, recipe_names
 
 GPU = {
     "name": "pair",

@@ -14,7 +14,7 @@ import torch
 from masw.build.adaptor.answers import Answerer
 from masw.build.adaptor.comparison import Comparison, compare, overall
 from masw.build.adaptor.prompts import CODE, TEXT, PromptMaker, read_texts
-from masw.build.checkpoint import embedded_model
+from masw.build.embedded_pair import embedded_model
 from masw.engines.adaptor import read_adaptor
 from masw.engines.decoder import Decoder
 from masw.engines.recipe import recipe_folder

@@ -1,13 +1,14 @@
 """TensorRT-LLM checkpoints of tiny models, tensor by tensor against a split written by hand."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
 
+from masw.build.modelopt import modelopt
 from masw.build.target_folder import CORRECTED, CheckpointError, check_checkpoint, complete
-from masw.build.target_quantization import modelopt
 from tests.models import random_ids
 from tests.targets import (
     by_hand,
@@ -157,13 +158,36 @@ def test_an_existing_checkpoint_must_be_the_plans_and_of_the_model(checkpoint, m
     _, out = checkpoint("llama-llama3", 2, 1)
     folder = model_dir("llama-llama3")
     check_checkpoint(plan_of(folder, 2), out, folder)
-    with pytest.raises(ValueError, match=r"has mapping .*remove it to write it anew"):
+    with pytest.raises(CheckpointError, match=r"has mapping .*remove it to write it anew"):
         check_checkpoint(plan_of(folder, 4), out, folder)
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(CheckpointError, match="another model"):
         check_checkpoint(plan_of(folder, 2), out, model_dir("llama-tied"))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint .*config\.json"):
         check_checkpoint(plan_of(folder, 2), tmp_path, folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "no whole checkpoint"),
+        ("config.json", "[]", "config.json is no object"),
+        ("provenance.json", None, r"no whole checkpoint .*provenance\.json"),
+        ("provenance.json", "{", "no whole checkpoint"),
+        ("provenance.json", "{}", "another model"),
+        ("rank1.safetensors", None, r"lacks rank1\.safetensors"),
+        ("rank1.safetensors", "{", r"rank1\.safetensors is no whole safetensors file"),
+    ],
+)
+def test_a_spoilt_checkpoint_is_refused(checkpoint, model_dir, tmp_path, file, content, message):
+    _, out = checkpoint("llama-llama3", 2, 1)
+    copy, folder = tmp_path / "copy", model_dir("llama-llama3")
+    shutil.copytree(out, copy)
+    (copy / file).unlink()
+    if content is not None:
+        (copy / file).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        check_checkpoint(plan_of(folder, 2), copy, folder)
 
 
 @pytest.fixture(scope="module")

