@@ -76,6 +76,7 @@ def build_draft(build: DraftBuild, say: Say) -> Path:
     """
     trt = load_tensorrt(build.module)
     capability = _check_device(build)
+    build.out.parent.mkdir(parents=True, exist_ok=True)  # takes the timing cache
     if build.plan.scheme is not None:
         build.plan.scheme.check_module(trt)
         build.plan.scheme.check_device(capability)

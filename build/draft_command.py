@@ -93,7 +93,8 @@ def draft(
         if dry_run:
             _tell_command(context)
             return
-        typer.echo(str(settings.build(plan, lambda text: typer.echo(text, err=True))))
+        made = settings.build(plan, lambda text: typer.echo(text, err=True))
+        typer.echo(str(made), err=as_json)
 
 
 def _settings(context: typer.Context, recipe: str | None, root: Path) -> DraftSettings:

@@ -100,7 +100,15 @@ def _load(job: CheckpointJob) -> torch.nn.Module:
 
     place = "auto" if job.plan.needs_calibration and torch.cuda.is_available() else None
     dtype = getattr(torch, job.plan.target.dtype)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, device_map=place)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        job.model, dtype=dtype, device_map=place, output_loading_info=True
+    )
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{job.model} lacks {len(missing)} of the model's tensors, {missing[0]} among them; "
+            "get its files again"
+        )
     return model.eval()
 
 

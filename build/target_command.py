@@ -64,6 +64,11 @@ def target(
         plan = TargetPlan(load_recipe(recipe))
         text = None
         if calibration is not None:
+            if not plan.needs_calibration:
+                raise ValueError(
+                    f"calibration is given; target.quantization {plan.target.quantization} "
+                    "measures nothing: leave it out"
+                )
             count = QUANTIZATIONS[plan.target.quantization].samples
             samples = count if calibration_samples is None else calibration_samples
             text = Calibration(calibration, samples, calibration_length)

@@ -18,8 +18,9 @@ from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from . import architectures
 from .config import DecoderConfig
 
-Count = Annotated[int, Field(ge=1)]
-GpuIndex = Annotated[int, Field(ge=0)]
+MOST = 2**24  # of anything that is counted: more is a slip
+Count = Annotated[int, Field(ge=1, le=MOST, strict=True)]
+GpuIndex = Annotated[int, Field(ge=0, le=1023, strict=True)]
 
 
 class RecipeError(ValueError):
@@ -93,11 +94,11 @@ class Limits(_Part):
 
     max_length: Count = 32_768
     max_sequences: Count = 8
-    max_waiting: Annotated[int, Field(ge=0)] = 64
-    draft_tokens: Annotated[int, Field(ge=0)] = 5
+    max_waiting: Annotated[int, Field(ge=0, le=MOST, strict=True)] = 64
+    draft_tokens: Annotated[int, Field(ge=0, le=MOST, strict=True)] = 5
     max_draft_tokens: Count = 16
     chunk: Count = 512
-    time_limit: Annotated[float, Field(gt=0)] = 600.0
+    time_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
 
 
 class Serving(_Part):
@@ -108,6 +109,13 @@ class Serving(_Part):
     http_port: Annotated[int, Field(ge=1, le=65_535)] = 8000
     grpc_port: Annotated[int, Field(ge=1, le=65_535)] = 8001
     metrics_port: Annotated[int, Field(ge=1, le=65_535)] = 8002
+
+    @model_validator(mode="after")
+    def _different(self) -> Serving:
+        ports = self.http_port, self.grpc_port, self.metrics_port
+        if len(set(ports)) < len(ports):
+            raise ValueError(f"http_port, grpc_port, metrics_port are {ports}; give three ports")
+        return self
 
 
 class Recipe(_Part):
@@ -240,8 +248,8 @@ def load_recipe(name: str) -> Recipe:
         )
     try:
         data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path.name} is no YAML: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path.name} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path.name} is empty or no mapping; see the shipped recipes")
     try:

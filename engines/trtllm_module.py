@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-CONTAINER = "nvcr.io/nvidia/tritonserver:26.04-trtllm-python-py3"
+CONTAINER = "tritonserver:26.04-trtllm-python-py3"
 
 
 def load_executor() -> ModuleType:

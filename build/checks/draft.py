@@ -62,8 +62,13 @@ def _engine(subject: Subject) -> list[Finding]:
     try:
         engine = _load(subject)
     except ValueError as error:
-        return [failed("draft engine", str(error), f"make the parts fit, or rebuild: {build}")]
+        return [failed("draft engine", str(error), f"make the parts fit, or {_again(subject)}")]
     return [_numbers(subject, engine), _device(subject, engine)]
+
+
+def _again(subject: Subject) -> str:
+    """How to rebuild; a finished engine is in the way of the new one."""
+    return f"remove {subject.places.draft_engine}, then build: {subject.command('draft')}"
 
 
 def _load(subject: Subject) -> DraftEngine:
@@ -80,10 +85,10 @@ def _numbers(subject: Subject, engine: DraftEngine) -> Finding:
     wanted = replace(subject.recipe.draft_config(), eos_ids=engine.model.eos_ids)
     found = f"{engine.io.dtype}, {engine.io.max_sequences} sequences of {engine.io.max_length}"
     if engine.model != wanted:
-        remedy = f"change draft.architecture, or build: {subject.command('draft')}"
+        remedy = f"change draft.architecture, or {_again(subject)}"
         return failed(name, f"the engine's model is not {draft.architecture}", remedy)
     found += f", R {engine.io.rule.rollback}; draft.dtype is {draft.dtype}"
-    remedy = f"set draft.dtype to {engine.io.dtype}, or build: {subject.command('draft')}"
+    remedy = f"set draft.dtype to {engine.io.dtype}, or {_again(subject)}"
     return judged(name, engine.io.dtype == draft.dtype, found, remedy)
 
 
@@ -95,9 +100,11 @@ def _device(subject: Subject, engine: DraftEngine) -> Finding:
     gpu = machine.gpu(subject.recipe.draft.gpu)
     if gpu is None:
         return unknown(name, f"{made}; no such GPU here to compare")
-    version = machine.versions.get("tensorrt") if builder.module == "tensorrt" else None
+    if builder.module != "tensorrt":
+        return failed(name, f"{made}; the server has tensorrt", _again(subject))
+    version = machine.versions.get("tensorrt")
     try:
         engine.check_use(version=version, compute_capability=gpu.compute_capability)
     except EngineFolderError as error:
-        return failed(name, str(error), f"build it on this machine: {subject.command('draft')}")
+        return failed(name, str(error), f"on this machine: {_again(subject)}")
     return ok(name, f"{made}, as here")

@@ -127,7 +127,7 @@ def _smaller_share(draft: int, free: float) -> str:
 
 def _draft(subject: Subject, draft: int) -> Finding:
     name, gpu = "memory: draft", subject.recipe.draft.gpu
-    found = f"weights, slot memory of all sequences and activations: {_gib(draft)}"
+    found = f"weights, slot memory of all sequences, activations and CUDA context: {_gib(draft)}"
     size = _device_bytes(subject, (gpu,))
     if size is None:
         return unknown(name, f"{found}; no GPU here", "give --gpu-memory GiB for an estimate")

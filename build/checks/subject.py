@@ -9,6 +9,8 @@ from ...engines.places import Places
 from ...engines.recipe import Recipe
 from .machine import Machine
 
+MOST_GIB = 65_536  # of a device: more is a slip
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -21,8 +23,10 @@ class Subject:
     recipe_name: str = ""
 
     def __post_init__(self):
-        if self.gpu_memory is not None and not self.gpu_memory > 0:
-            raise ValueError(f"gpu_memory is {self.gpu_memory}; give GiB above 0")
+        if self.gpu_memory is not None and not 0 < self.gpu_memory <= MOST_GIB:
+            raise ValueError(
+                f"gpu_memory is {self.gpu_memory}; give GiB above 0, at most {MOST_GIB}"
+            )
 
     def command(self, name: str) -> str:
         """A command of `masw-build` for this recipe, as a shell takes it."""

@@ -39,8 +39,9 @@ def _ports(subject: Subject, host: str) -> Finding:
     try:
         check_ports(ServerConfig(Path(), host, *numbers))
     except (ServerError, ValueError) as error:
-        found, _, remedy = str(error).partition("; ")
-        return failed("ports", found, remedy or "give serving.*_port a port each in the recipe")
+        found = str(error).partition("; ")[0]
+        remedy = "free it, or state serving.http_port, grpc_port, metrics_port in the recipe"
+        return failed("ports", found, remedy)
     return ok("ports", f"{', '.join(map(str, numbers))} are free")
 
 

@@ -17,7 +17,7 @@ def target_engine_findings(subject: Subject) -> list[Finding]:
     try:
         engine = EngineConfig.load(subject.places.target_engine)
     except EngineFolderError as error:
-        return [failed("target engine", str(error), f"build it: {subject.command('target')}")]
+        return [failed("target engine", str(error), _again(subject))]
     return [
         _use(subject),
         _version(subject, engine),
@@ -35,13 +35,16 @@ def _use(subject: Subject) -> Finding:
     try:
         TargetEngine.load(folder).check_use(limits.max_length, limits.max_draft_tokens)
     except EngineFolderError as error:
-        return failed(name, str(error), f"build it again: {subject.command('target')}")
+        return failed(name, str(error), _again(subject))
     return ok(name, f"{folder} can be loaded for this recipe")
 
 
-def _again(subject: Subject, flags: str) -> str:
-    """Which flags of trtllm-build to change, and the command that sets them all."""
-    return f"rebuild with {flags} ({subject.command('target')})"
+def _again(subject: Subject, flags: str = "") -> str:
+    """How to build it; a finished engine is in the way of a new one."""
+    folder = subject.places.target_engine
+    away = f"remove {folder}, then " if folder.exists() else ""
+    how = f"rebuild with {flags}" if flags else "build it"
+    return f"{away}{how}: {subject.command('target')}"
 
 
 def _version(subject: Subject, engine: EngineConfig) -> Finding:

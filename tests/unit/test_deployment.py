@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
@@ -23,7 +24,7 @@ from masw.build.trtllm_config import BackendTarget
 from masw.engines.engine_folder import CONFIG, FORMAT
 from masw.engines.pair import Pair
 from masw.engines.places import Places
-from masw.engines.recipe import Launch, load_recipe
+from masw.engines.recipe import Launch, Recipe, load_recipe
 from tests import trtllm_layout
 from tests.deployments import GPU_RECIPES
 
@@ -337,3 +338,20 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     assert (out / "link").read_text() == "here"
     assert out.stat().st_mode & 0o777 == 0o755  # a server of another user reads it
     assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_cpu_recipe_of_ones_own_is_laid_out_over_its_models(tmp_path):
+    """Its pair states the quantisation of the draft; a gpu recipe may be called embedded too."""
+    own = Recipe(
+        name="own",
+        lane="cpu",
+        target={"dtype": "float32"},
+        draft={"dtype": "float32", "quantization": "int8"},
+    )
+    layout = lay_out(own, Places(tmp_path))
+    assert layout.pair == tmp_path / "pair" and len(layout.missing) == 3
+    assert Pair.load(layout.pair).draft_quantization == "int8"
+    assert (layout.pair / "target").readlink() == Path("../models/target")
+    shipped = load_recipe("llama-3.1-8b-3b")
+    gpu = shipped.model_copy(update={"name": "embedded"})
+    assert lay_out(gpu, Places(tmp_path / "gpu")).pair == tmp_path / "gpu" / "pair"

@@ -16,6 +16,7 @@ from masw.build.checks.machine import Machine
 from masw.build.checks.subject import Subject
 from masw.build.commands import app
 from masw.build.deployment import lay_out
+from masw.build.pair_folder import missing_parts, recipe_parts, write_pair_folder
 from masw.build.preflight import preflight
 from masw.engines import architectures
 from masw.engines.adaptor import AdaptorConfig
@@ -287,7 +288,7 @@ def unfill_repository(places):
             spoil_target_engine,
             "target engine",
             "has no pretrained_config and",
-            "build it: masw-build",
+            "remove .*/engines/target, then build it: masw-build target tiny",
         ),
         (remove_draft_engine, "draft engine", "holds none", "masw-build draft --recipe"),
         (
@@ -300,13 +301,13 @@ def unfill_repository(places):
             draft_engine(builder__version="10.13.3"),
             "draft engine: device",
             r"tensorrt version 10\.13\.3, not 10\.14",
-            "on this machine: masw-build draft",
+            "on this machine: remove .*/engines/draft, then build: masw-build draft",
         ),
         (
             draft_engine(builder__compute_capability="8.0"),
             "draft engine: device",
             r"compute capability 8\.0, not 9\.0",
-            "on this machine: masw-build draft",
+            "on this machine: remove .*/engines/draft, then build: masw-build draft",
         ),
         (
             draft_engine(io__max_sequences=1),
@@ -324,7 +325,7 @@ def unfill_repository(places):
             draft_engine(io__dtype="float16"),
             "draft engine",
             "float16, .*draft.dtype is bfloat16",
-            "set draft.dtype to float16, or build: masw-build draft --recipe",
+            "set draft.dtype to float16, or remove .*/engines/draft, then build: masw-build draft",
         ),
         (
             draft_engine(model__layers=7),
@@ -472,13 +473,34 @@ def test_taken_ports_are_named_with_their_holder(stated, places):
         holder.listen()
         found = failures(checked(stated, places))["ports"]
     assert f"grpc port {stated.serving.grpc_port}" in found.found
-    assert "stop that process or choose another --grpc-port" in found.remedy
+    assert "free it, or state serving.http_port, grpc_port" in found.remedy
 
 
-def test_one_port_twice_is_refused(stated, places):
-    same = stated.serving.http_port
-    twice = recipe(serving={"http_port": same, "grpc_port": same})
-    assert "a port each" in failures(checked(twice, places))["ports"].remedy
+def test_a_damaged_file_fails_its_own_part_and_leaves_the_others(stated, places):
+    """Each is what a full disk or a careless edit leaves behind."""
+    whole = {name for name, finding in checked(stated, places).items() if finding.state == "ok"}
+    for damage in ("", "null", "[]", '{"memory": 1}'):
+        (places.pair / "pair.json").write_text(damage)
+        told = checked(stated, places)
+        (broken,) = [finding for finding in told.values() if finding.state == "failed"]
+        assert broken.name in ("pair", "layout") and broken.remedy
+        assert len(whole - told.keys()) <= 2  # the repository stands beside the pair
+
+
+def test_a_pair_laid_out_before_the_engine_was_built_must_be_laid_out_again(stated, places):
+    """It would serve the draft in torch, slowly and without a word."""
+    (places.pair / "draft").unlink()
+    (places.pair / "draft").symlink_to(places.draft_model)
+    broken = failures(checked(stated, places))
+    assert broken.keys() == {"pair"} and "another draft" in broken["pair"].found
+    assert "masw-build repository tiny" in broken["pair"].remedy
+
+
+def test_a_draft_without_slots_needs_no_adaptor(stated, places):
+    memory = {"sink": 8, "window": 8, "rollback": 16, "interval": 0}
+    write_pair_folder(places.pair, Pair.of(recipe(memory=memory)), recipe_parts(places))
+    places.adaptor.unlink()
+    assert missing_parts(places.pair) == []
 
 
 def test_memory_that_does_not_fit_says_what_to_change(stated, places):

@@ -204,3 +204,20 @@ def test_places_are_apart_and_below_the_root(tmp_path):
     found = [getattr(Places(tmp_path), name) for name in names]
     assert len(set(found)) == len(names) == 9
     assert all(tmp_path in place.parents for place in found)
+
+
+def test_three_ports_are_three_numbers_and_slips_of_size_are_refused(tmp_path):
+    path = tmp_path / "own.yaml"
+    for text, message in (
+        ("serving: {http_port: 8001}", "http_port, grpc_port, metrics_port are"),
+        ("limits: {max_length: true}", "limits.max_length is True"),
+        ("limits: {max_length: 1000000000000}", "limits.max_length is 1000000000000"),
+        ("limits: {time_limit: .inf}", "limits.time_limit is inf"),
+        ("draft: {gpu: 20000000}", "draft.gpu is 20000000"),
+    ):
+        path.write_text(f"name: own\nlane: cpu\n{text}\n")
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(str(path))
+    path.write_bytes(b"name: \xff\xfe")
+    with pytest.raises(RecipeError, match=r"own\.yaml is no YAML: .*decode"):
+        load_recipe(str(path))

@@ -102,7 +102,7 @@ def test_without_tensorrt_llm_the_container_and_the_command_are_named(root, monk
     monkeypatch.setenv("PATH", str(root / "empty"))
     told = build(root, code=1).stderr
     assert "trtllm-build is not installed" in told
-    assert "nvcr.io/nvidia/tritonserver:26.04-trtllm-python-py3" in told
+    assert "tritonserver:26.04-trtllm-python-py3" in told
     command = told.strip().splitlines()[-1]
     assert command.startswith(f"trtllm-build --checkpoint_dir {root}/checkpoints/target")
     assert f"--output_dir {root}/engines/target " in command and "--max_draft_len 7 " in command
