@@ -43,8 +43,8 @@ def _again(subject: Subject, flags: str = "") -> str:
     """How to build it; a finished engine is in the way of a new one."""
     folder = subject.places.target_engine
     away = f"remove {folder}, then " if folder.exists() else ""
-    how = f"rebuild with {flags}" if flags else "build it"
-    return f"{away}{how}: {subject.command('target')}"
+    command = subject.command("target")
+    return f"{away}rebuild with {flags} ({command})" if flags else f"{away}build it: {command}"
 
 
 def _version(subject: Subject, engine: EngineConfig) -> Finding:
