@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import time
 
 import pytest
 import yaml
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from masw.build import target_build
 from masw.build.commands import app
+from masw.build.failures import failures
 from tests.targets import calibration_text, known, quantizable, recipe_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ModelOpt warns of much
@@ -189,6 +192,15 @@ def _runs(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_sigterm_ends_a_command_like_ctrl_c():
+    """What `docker stop` sends: the build's own clean-up runs, and the old handler is back."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), failures():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_checkpoint_of_another_recipe_or_model_is_not_used(root, builder):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from masw.build.modelopt import modelopt
 from masw.build.target_folder import CORRECTED, CheckpointError, check_checkpoint, complete
@@ -317,6 +318,19 @@ def test_an_export_that_fails_names_the_log_and_leaves_nothing(model_dir, tmp_pa
         export(folder, tmp_path / "out", plan_of(folder))
     assert [path.name for path in tmp_path.iterdir()] == ["export.log"]
     assert "what ModelOpt prints" in (tmp_path / "export.log").read_text()
+
+
+def test_a_model_that_lacks_weights_is_refused(model_dir, tmp_path):
+    """transformers would make them up at random and only say so."""
+    folder = shutil.copytree(model_dir("llama-llama3"), tmp_path / "model")
+    (weights,) = folder.glob("*.safetensors")
+    kept = {k: v for k, v in load_file(weights).items() if "layers.1." not in k}
+    save_file(kept, weights, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"lacks \d+ of the model's tensors, model\.layers\.1"
+    ):
+        export(folder, tmp_path / "made" / "out", plan_of(folder, 1, 1))
+    assert not any((tmp_path / "made").iterdir())
 
 
 def test_a_checkpoint_that_is_not_the_plans_is_not_kept(model_dir, tmp_path, monkeypatch):
