@@ -326,11 +326,10 @@ def test_a_model_that_lacks_weights_is_refused(model_dir, tmp_path):
     (weights,) = folder.glob("*.safetensors")
     kept = {k: v for k, v in load_file(weights).items() if "layers.1." not in k}
     save_file(kept, weights, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"lacks \d+ of the model's tensors, model\.layers\.1"
-    ):
-        export(folder, tmp_path / "made" / "out", plan_of(folder, 1, 1))
-    assert not any((tmp_path / "made").iterdir())
+    message = r"lacks 9 of the model's tensors, model\.layers\.1\."
+    with pytest.raises(CheckpointError, match=message):
+        export(folder, tmp_path / "out", plan_of(folder, 1, 1))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_that_is_not_the_plans_is_not_kept(model_dir, tmp_path, monkeypatch):
