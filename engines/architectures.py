@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -30,11 +31,33 @@ def names() -> tuple[str, ...]:
     return tuple(_known())
 
 
-def architecture(name: str) -> DecoderConfig:
-    """The architecture of this name. Raises ArchitectureError for an unknown one."""
+def architecture(name: str | None) -> DecoderConfig:
+    """The architecture of this name, or of the config.json whose path the name is.
+
+    Raises ArchitectureError for an unknown one, UnsupportedModelError for one that no engine
+    here runs.
+    """
+    return DecoderConfig.from_hf({k: v for k, v in _numbers(name).items() if k != "source"})
+
+
+def _numbers(name: str | None) -> dict[str, Any]:
+    if name is not None and name.endswith(".json"):
+        return _read(Path(name))
     if name not in _known():
-        raise ArchitectureError(f"architecture is {name!r}; known: {', '.join(names())}")
-    return DecoderConfig.from_hf({k: v for k, v in _known()[name].items() if k != "source"})
+        raise ArchitectureError(
+            f"architecture is {name!r}; known: {', '.join(names())}, or the path of a config.json"
+        )
+    return _known()[name]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        numbers = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArchitectureError(f"architecture is {str(path)!r}: {error}") from None
+    if not isinstance(numbers, dict):
+        raise ArchitectureError(f"architecture is {str(path)!r}: it holds no JSON object")
+    return numbers
 
 
 def check_model_folder(folder: Path) -> None:
@@ -60,6 +83,9 @@ def check_folder(name: str, folder: Path) -> DecoderConfig:
 
 
 def source(name: str) -> str:
-    """The published model whose numbers these are. Raises ArchitectureError for an unknown name."""
-    architecture(name)
-    return _known()[name]["source"]
+    """The published model whose numbers these are, as far as a config.json of one's own tells.
+
+    Raises ArchitectureError for an unknown name.
+    """
+    numbers = _numbers(name)
+    return numbers.get("source") or numbers.get("_name_or_path") or "MODEL"

@@ -173,11 +173,10 @@ class Recipe(_Part):
     def _check_gpu_lane(self) -> None:
         limits, target = self.limits, self.target
         for name, part in (("target", target), ("draft", self.draft)):
-            if part.architecture not in architectures.names():
-                raise ValueError(
-                    f"{name}.architecture is {part.architecture!r}; known: "
-                    f"{', '.join(architectures.names())}"
-                )
+            try:
+                architectures.architecture(part.architecture)
+            except ValueError as error:
+                raise ValueError(f"{name}.{error}") from None
             self._allow(f"{name}.dtype", part.dtype, GPU_DTYPES)
         self._allow("target.quantization", target.quantization, GPU_TARGETS)
         self._allow("target.kv_cache", target.kv_cache, ("auto", "fp8"))

@@ -221,3 +221,30 @@ def test_three_ports_are_three_numbers_and_slips_of_size_are_refused(tmp_path):
     path.write_bytes(b"name: \xff\xfe")
     with pytest.raises(RecipeError, match=r"own\.yaml is no YAML: .*decode"):
         load_recipe(str(path))
+
+
+def test_a_model_of_ones_own_is_named_by_its_config_json(tmp_path):
+    """A pair beyond the shipped architectures needs nothing but the models' own files."""
+    config = transformers.Qwen2Config(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=1e6,
+    )
+    file = tmp_path / "config.json"
+    config.to_json_file(file)
+    own = copy.deepcopy(GPU)
+    own["target"]["architecture"] = own["draft"]["architecture"] = str(file)
+    found = Recipe(**own).target_config()
+    assert (found.family, found.layers, found.qkv_bias) == ("qwen2", 4, True)
+    for content, message in (
+        (None, "No such file"),
+        ("[]", "holds no JSON object"),
+        ('{"model_type": "t5"}', "t5"),
+    ):
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(ValueError, match=rf"target\..*{message}"):
+            Recipe(**own)
