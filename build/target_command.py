@@ -111,7 +111,8 @@ class TargetBuild:
         """Checks both steps, then does them; a checkpoint that fits is used again."""
         done = is_used(self.checkpoint.out)
         if done:
-            check_checkpoint(self.checkpoint.plan, self.checkpoint.out, self.checkpoint.model)
+            job = self.checkpoint
+            check_checkpoint(job.plan, job.out, job.model, job.calibration)
         else:
             self.checkpoint.check()
         if not checkpoint_only:

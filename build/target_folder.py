@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..engines.engine_folder import file_sha256
+from .calibration import Calibration
 from .output_folder import PROVENANCE
 from .target_plan import TargetPlan
 
@@ -85,8 +86,14 @@ def _opened(path: Path) -> safe_open:
         raise CheckpointError(f"{path} is no whole safetensors file: {error}") from None
 
 
-def check_checkpoint(plan: TargetPlan, folder: Path, model: Path | None = None) -> None:
-    """Raises CheckpointError where an existing checkpoint is not the plan's or the model's."""
+def check_checkpoint(
+    plan: TargetPlan,
+    folder: Path,
+    model: Path | None = None,
+    calibration: Calibration | None = None,
+) -> None:
+    """Raises CheckpointError where an existing checkpoint is not the plan's or the model's, or was
+    calibrated on another text than the one that is given now."""
     config = _read(folder, CONFIG)
     for key, value in plan.config.items():
         if config.get(key) != value and not _within(value, config.get(key)):
@@ -96,9 +103,15 @@ def check_checkpoint(plan: TargetPlan, folder: Path, model: Path | None = None) 
             )
     for rank in range(plan.target.ranks):
         check_rank(plan, folder, rank)
-    recorded = _read(folder, PROVENANCE).get("model")
-    if model is not None and (model / CONFIG).is_file() and model_fingerprint(model) != recorded:
+    recorded = _read(folder, PROVENANCE)
+    known = model is not None and (model / CONFIG).is_file()
+    if known and model_fingerprint(model) != recorded.get("model"):
         raise CheckpointError(f"{folder} was written from another model than {model}; remove it")
+    if calibration is not None and calibration.as_dict() != recorded.get("calibration"):
+        raise CheckpointError(
+            f"{folder} was calibrated on another text or amount of it than {calibration.file}; "
+            "remove it, or leave --calibration out"
+        )
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:

@@ -46,13 +46,20 @@ def draw_all(ablations: Results, evaluations: Results, out: Path) -> list[Path]:
         if len(groups.get(group, ())) > 1:
             drawn.append(_save(draw_bars, groups[group], out / group, title))
     for prefix in sorted({row["prefix"] for e in evaluations for row in e["rows"]}):
-        rows = [row for e in evaluations for row in e["rows"] if row["prefix"] == prefix]
+        rows = _widest(evaluations, prefix)
         arms = groups.get("factorial", [])
         drawn.append(_save(draw_frontier, rows, out / f"frontier-{prefix}", prefix, arms))
     if any(row["kl"] for e in evaluations for row in e["rows"]):
         rows = [row for e in evaluations for row in e["rows"]]
         drawn.append(_save(draw_distance, rows, out / "distance"))
     return drawn
+
+
+def _widest(evaluations: Results, prefix: int) -> list[dict]:
+    """The rows at a prefix of the evaluation that compares the most memories there, so that all
+    points of a picture have the same samples."""
+    found = [[row for row in e["rows"] if row["prefix"] == prefix] for e in evaluations]
+    return max(found, key=lambda rows: len({row["memory"] for row in rows}))
 
 
 def _save(draw, data, path: Path, *more) -> Path:
@@ -108,12 +115,12 @@ def draw_frontier(rows: Sequence[dict], prefix: int, arms: Results):
     kinds = {
         "sink + window": ("window", "o-"),
         "slots, untrained": ("untrained", "s"),
-        "slots, trained": ("trained", "*"),
         "SnapKV": ("snapkv", "x"),
         "sliding window": ("swa", "+"),
+        "slots, trained": ("", "*"),  # adaptors have names of their own
     }
     for label, (start, style) in kinds.items():
-        found = sorted(point for name, point in points.items() if name.startswith(start))
+        found = sorted(points.pop(name) for name in list(points) if name.startswith(start))
         if found:
             size = 13 if style == "*" else 7
             axis.plot(*zip(*found, strict=True), style, label=label, markersize=size)
@@ -122,7 +129,8 @@ def draw_frontier(rows: Sequence[dict], prefix: int, arms: Results):
         axis.plot(*zip(*proxies, strict=True), "^", label="slots, brief training", alpha=0.6)
     if full is not None:
         axis.axhline(full[1], color="grey", linestyle=":", label="full KV")
-    axis.set_title(f"prefix of {prefix} tokens")
+    samples = sum({row["kind"]: row["samples"] for row in rows}.values())
+    axis.set_title(f"prefix of {prefix} tokens, {samples} prompts")
     _label(axis, "memory entries per layer", "Tok./Iter")
     return figure
 

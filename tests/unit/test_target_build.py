@@ -172,6 +172,7 @@ def test_a_failed_build_names_rank_or_log_and_leaves_nothing(root, builder, body
 @pytest.mark.parametrize("end", ["kill -9 $$", "wait"])
 def test_workers_end_with_the_build(root, builder, tmp_path, monkeypatch, end):
     """Killed (first case) or interrupted by the user (second), nothing keeps running."""
+    real_sleep = time.sleep
     builder(f"sleep 60 & echo $! > {tmp_path}/worker; {end}")
     if end == "wait":
 
@@ -182,6 +183,9 @@ def test_workers_end_with_the_build(root, builder, tmp_path, monkeypatch, end):
         monkeypatch.setattr(target_build.time, "sleep", interrupt)
     build(root, code=1 if end != "wait" else 130)
     worker = (tmp_path / "worker").read_text().strip()
+    deadline = time.monotonic() + 10  # a killed process may take a moment to end
+    while _runs(worker) and time.monotonic() < deadline:
+        real_sleep(0.05)
     assert not _runs(worker) and left(root) == []
 
 

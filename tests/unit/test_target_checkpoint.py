@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from masw.build.calibration import Calibration
 from masw.build.modelopt import modelopt
 from masw.build.target_folder import CORRECTED, CheckpointError, check_checkpoint, complete
 from tests.models import random_ids
@@ -218,6 +220,16 @@ def test_the_plan_knows_every_quantised_tensor(quantized, kind):
     assert {key: written[key] for key in plan.config} == plan.config
     cache = written["quantization"]["kv_cache_quant_algo"]
     assert cache == ("FP8" if plan.target.kv_cache == "fp8" else None)
+
+
+def test_a_checkpoint_is_not_used_again_with_another_calibration(quantized, tmp_path):
+    plan, out, folder = quantized("fp8")
+    text = Calibration(calibration_text(tmp_path), 4, 32)  # as `export` reads it
+    check_checkpoint(plan, out, folder, text)
+    for other in (replace(text, samples=text.samples + 1), replace(text, file=tmp_path / "b.txt")):
+        (tmp_path / "b.txt").write_text("another text")
+        with pytest.raises(CheckpointError, match="calibrated on another text"):
+            check_checkpoint(plan, out, folder, other)
 
 
 def test_formats_are_those_tensorrt_llm_reads(quantized):
