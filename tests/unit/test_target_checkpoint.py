@@ -226,10 +226,11 @@ def test_a_checkpoint_is_not_used_again_with_another_calibration(quantized, tmp_
     plan, out, folder = quantized("fp8")
     text = Calibration(calibration_text(tmp_path), 4, 32)  # as `export` reads it
     check_checkpoint(plan, out, folder, text)
-    for other in (replace(text, samples=text.samples + 1), replace(text, file=tmp_path / "b.txt")):
-        (tmp_path / "b.txt").write_text("another text")
+    (tmp_path / "other.txt").write_text("another text")
+    more, other = replace(text, samples=5), replace(text, file=tmp_path / "other.txt")
+    for wrong in (more, other):
         with pytest.raises(CheckpointError, match="calibrated on another text"):
-            check_checkpoint(plan, out, folder, other)
+            check_checkpoint(plan, out, folder, wrong)
 
 
 def test_formats_are_those_tensorrt_llm_reads(quantized):
