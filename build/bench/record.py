@@ -178,5 +178,6 @@ def progress(total: int) -> Iterator[Tick]:
 
 
 def without_folder(word: str) -> str:
-    """An absolute path by its name alone: where a file lay says nothing to others."""
-    return Path(word).name if word.startswith("/") else word
+    """An absolute path, behind NAME= too, by its name alone: where a file lay says nothing."""
+    name, equals, path = word.rpartition("=")
+    return name + equals + (Path(path).name if path.startswith("/") else path)

@@ -429,3 +429,9 @@ def test_measurements_on_a_device_refuse_wrong_settings(words, code, message):
 def test_without_a_cuda_device_one_line_says_so(words):
     done = CliRunner().invoke(perf.app, words)
     assert done.exit_code == 1 and "CUDA device" in done.stderr.splitlines()[-1]
+
+
+def test_records_name_files_without_their_folders():
+    words = ["/home/me/a.jsonl", "trained=/home/me/b.safetensors", "--equal=", "W 512", "x=1"]
+    told = [record.without_folder(word) for word in words]
+    assert told == ["a.jsonl", "trained=b.safetensors", "--equal=", "W 512", "x=1"]
