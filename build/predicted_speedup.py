@@ -35,6 +35,11 @@ class Latencies:
             )
 
     @property
+    def plain(self) -> float:
+        """Milliseconds of one token without speculation."""
+        return self.verify if self.decode is None else self.decode
+
+    @property
     def iteration(self) -> float:
         """Milliseconds of one iteration: all draft steps and the verification."""
         return self.draft_tokens * self.draft + self.verify
@@ -42,14 +47,12 @@ class Latencies:
     @property
     def speedup(self) -> float:
         """Tokens per time with speculation over those without."""
-        plain = self.verify if self.decode is None else self.decode
-        return (self.accepted + 1) * plain / self.iteration
+        return (self.accepted + 1) * self.plain / self.iteration
 
     @property
     def break_even(self) -> float:
         """Accepted tokens per iteration at which speculation is as fast as plain decoding."""
-        plain = self.verify if self.decode is None else self.decode
-        return self.iteration / plain - 1
+        return self.iteration / self.plain - 1
 
     @property
     def warning(self) -> str | None:

@@ -95,10 +95,12 @@ NEUTRAL_OPTIONS = (
     _option("guided_decoding_guide", "STRING"),
 )
 
-PERF_OUTPUTS = (
+ACCEPTANCE_OUTPUTS = (
     TensorSpec("acceptance_rate", "FP32"),
     TensorSpec("total_accepted_draft_tokens", "INT32"),
     TensorSpec("total_draft_tokens", "INT32"),
+)
+CACHE_AND_TIME_OUTPUTS = (
     TensorSpec("kv_cache_alloc_new_blocks", "INT32"),
     TensorSpec("kv_cache_reused_blocks", "INT32"),
     TensorSpec("kv_cache_alloc_total_blocks", "INT32"),
@@ -106,6 +108,10 @@ PERF_OUTPUTS = (
     TensorSpec("first_scheduled_time_ns", "INT64"),
     TensorSpec("first_token_time_ns", "INT64"),
     TensorSpec("last_token_time_ns", "INT64"),
+)
+PERF_OUTPUTS = (
+    *ACCEPTANCE_OUTPUTS,
+    *CACHE_AND_TIME_OUTPUTS,
     TensorSpec("statistics", "STRING"),
 )
 

@@ -6,7 +6,7 @@ only if the configuration lists it. The loop sends a few of them: those of `tens
 
 from __future__ import annotations
 
-from .tensors import TensorSpec
+from .tensors import ACCEPTANCE_OUTPUTS, CACHE_AND_TIME_OUTPUTS, TensorSpec
 
 LOGITS = "FP32"  # as the draft sends them
 
@@ -95,16 +95,8 @@ TARGET_OUTPUTS = (
     TensorSpec("batch_index", "INT32"),
     TensorSpec("sequence_index", "INT32"),
     TensorSpec("context_phase_params", "UINT8", (-1,)),
-    TensorSpec("kv_cache_alloc_new_blocks", "INT32"),
-    TensorSpec("kv_cache_reused_blocks", "INT32"),
-    TensorSpec("kv_cache_alloc_total_blocks", "INT32"),
-    TensorSpec("arrival_time_ns", "INT64"),
-    TensorSpec("first_scheduled_time_ns", "INT64"),
-    TensorSpec("first_token_time_ns", "INT64"),
-    TensorSpec("last_token_time_ns", "INT64"),
-    TensorSpec("acceptance_rate", "FP32"),
-    TensorSpec("total_accepted_draft_tokens", "INT32"),
-    TensorSpec("total_draft_tokens", "INT32"),
+    *CACHE_AND_TIME_OUTPUTS,
+    *ACCEPTANCE_OUTPUTS,
     TensorSpec("num_input_tokens", "INT32"),
     TensorSpec("num_output_tokens", "INT32"),
 )
