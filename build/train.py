@@ -61,11 +61,11 @@ def failures() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def pairs_of(text: str) -> tuple[tuple[int, int], ...]:
-    """Pairs W:r separated by commas."""
+def tuples_of(text: str, form: str) -> tuple[tuple[int, ...], ...]:
+    """Numbers in a form such as W:r, several of these separated by commas."""
     found = [numbers(part.replace(":", ",")) for part in text.split(",") if part.strip()]
-    if any(len(pair) != 2 for pair in found):
-        raise typer.BadParameter(f"{text!r}: give pairs W:r separated by commas")
+    if any(len(entry) != len(form.split(":")) for entry in found):
+        raise typer.BadParameter(f"{text!r}: give {form}, several separated by commas")
     return tuple(found)
 
 
@@ -99,6 +99,8 @@ def prompts(
     with failures():
         codec, found = TextCodec(model_folder(model)), []
         read = read_meetings(meetings) if meetings else []
+        if code is not None and not code.is_dir():
+            raise ValueError(f"code is {code}; it must be a folder of Python files")
         files = standard_library() if code is None else sorted(code.rglob("*.py"))
         for prefix in numbers(prefixes):
             maker = PromptMaker(codec, prefix, seed, random_start)
@@ -224,6 +226,9 @@ def evaluate(
     adaptor: Annotated[
         list[str] | None, typer.Option(help="NAME=FILE of a trained adaptor, repeatable.")
     ] = None,
+    transferred: Annotated[
+        str, typer.Option(help="S:W:r of memories to try every adaptor in as it is.")
+    ] = "",
     untrained: Annotated[str, typer.Option(help="W:r of untrained copies.")] = "128:8",
     equal: Annotated[
         str, typer.Option(help="Windows with as many entries as slots of these intervals.")
@@ -231,6 +236,7 @@ def evaluate(
     windows: Annotated[str, typer.Option(help="Further windows, by entries.")] = "",
     swa: Annotated[str, typer.Option(help="Sliding windows without a sink.")] = "1024",
     snapkv: Annotated[bool, typer.Option(help="SnapKV, one eighth of the prefix.")] = True,
+    sink: Annotated[int, typer.Option(help="Sink of windows and untrained copies.")] = 128,
     draft_tokens: Annotated[int, typer.Option(min=1)] = 5,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     per_kind: Annotated[int, typer.Option(help="Samples per kind and prefix; 0 = all.")] = 0,
@@ -246,11 +252,13 @@ def evaluate(
         named = [text.partition("=") for text in adaptor or []]
         comparison = comparing.Comparison(
             adaptors={name: Path(path) for name, _, path in named},
-            untrained=pairs_of(untrained),
+            transferred=tuples_of(transferred, "S:W:r"),
+            untrained=tuples_of(untrained, "W:r"),
             equal=numbers(equal, least=0),
             windows=numbers(windows, least=0),
             swa=numbers(swa, least=0),
             snapkv=snapkv,
+            sink=sink,
             draft_tokens=draft_tokens,
             max_tokens=max_tokens,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -24,12 +24,15 @@ SNAPKV_SHARE = 8  # the paper's 4,096 entries of 32K, scaled to shorter prefixes
 class Comparison:
     """Which memories are compared, beside full KV.
 
-    adaptors: trained files, by the name to show. untrained: (W, r) of untrained copies. equal: slot
-    intervals whose entries a sink + window memory gets. windows: other sink + window memories, by
-    entries. swa: plain sliding windows without a sink.
+    adaptors: trained files, by the name to show. transferred: (S, W, r) of memories in which every
+    adaptor is tried as it is, beside the one it was trained for. untrained: (W, r) of untrained
+    copies. equal: slot intervals whose entries a sink + window memory gets. windows: other sink +
+    window memories, by entries. swa: plain sliding windows without a sink. sink: of all memories
+    but the adaptors'.
     """
 
     adaptors: dict[str, Path]
+    transferred: tuple[tuple[int, int, int], ...] = ()
     untrained: tuple[tuple[int, int], ...] = ((128, 8),)
     equal: tuple[int, ...] = (8, 4)
     windows: tuple[int, ...] = ()
@@ -52,7 +55,10 @@ def memories(comparison: Comparison, decoder: Decoder, prefix: int) -> list[Draf
         capacity = max(64, prefix // SNAPKV_SHARE)
         found.append(DraftMemory("snapkv", snapkv=SnapKV(capacity)))
     found += [_untrained(c, decoder, *pair) for pair in c.untrained]
-    return found + [_trained(name, path, decoder) for name, path in c.adaptors.items()]
+    for name, path in c.adaptors.items():
+        found.append(trained := _trained(name, path, decoder))
+        found += [_transferred(trained, *memory) for memory in c.transferred]
+    return found
 
 
 def _slot_entries(c: Comparison, interval: int, prefix: int) -> int:
@@ -76,6 +82,12 @@ def _trained(name: str, path: Path, decoder: Decoder) -> DraftMemory:
     adaptor = Adaptor.load(path, decoder.config, decoder.fingerprint())
     adaptor = adaptor.to(decoder.embed_tokens.weight).requires_grad_(False)
     return DraftMemory(name, adaptor.config.rule(), adaptor)
+
+
+def _transferred(trained: DraftMemory, sink: int, window: int, interval: int) -> DraftMemory:
+    name = f"{trained.name} S{sink} W{window} r{interval}"
+    rule = replace(trained.rule, sink=sink, window=window, interval=interval)
+    return DraftMemory(name, rule, trained.adaptor)
 
 
 def compare(

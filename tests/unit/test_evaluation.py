@@ -1,5 +1,7 @@
 """Tok./Iter from one masked forward equals what the running loop counts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -146,6 +148,7 @@ def test_comparison_covers_every_memory_and_counts_entries(decoder, tmp_path):
     ]
     comparison = Comparison(
         {"trained": tmp_path / "a.safetensors"},
+        transferred=((4, 24, 8),),
         untrained=((16, 4),),
         equal=(4,),
         windows=(40,),
@@ -165,9 +168,24 @@ def test_comparison_covers_every_memory_and_counts_entries(decoder, tmp_path):
         "snapkv": 64,
         "untrained W16 r4": slots,
         "trained": slots,
+        "trained S4 W24 r8": 4 + 24 + (120 - 4) // 8,
     }
     assert {s.kind for s in summaries} == {"x", "y"}
     assert overall(summaries)["120"].keys() == entries.keys()
+
+
+def test_a_transferred_adaptor_counts_as_one_made_for_that_memory(decoder, tmp_path):
+    model, rule = decoder("llama"), MemoryRule(8, 16, 16, 4, "materialized")
+    adaptor, other = random_adaptor(model, rule, trained=True), {"sink": 4, "window": 24}
+    adaptor.save(tmp_path / "a.safetensors")
+    adaptor.save(tmp_path / "b.safetensors", **other, interval=8)
+    sample = Sample(tuple(random_ids(120)), tuple(random_ids(10, 1)), "x", 120)
+    nothing = {"untrained": (), "equal": (), "swa": (), "snapkv": False, "max_tokens": 10}
+    files = {name: tmp_path / f"{name}.safetensors" for name in "ab"}
+    comparison = Comparison(files, transferred=((4, 24, 8),), **nothing)
+    kept = {s.memory: s for s in compare(comparison, model, [sample], lambda text: None)}
+    moved = replace(kept["a S4 W24 r8"], memory="b")
+    assert moved == kept["b"] and moved.nll != kept["a"].nll
 
 
 def test_samples_without_or_with_too_long_answers_are_refused(decoder):

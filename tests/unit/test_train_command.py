@@ -148,18 +148,27 @@ def test_prompts_come_from_code_meetings_and_text(model, tmp_path):
     ]
 
 
+def test_a_code_folder_that_is_not_there_is_named(model, tmp_path):
+    command = ["prompts", tmp_path / "p.jsonl", "--code", tmp_path / "none", "--model", model]
+    assert "none; it must be a folder" in call(*command, code=1).stderr
+
+
 def test_evaluate_prints_a_card_and_one_json_line(model, samples, tmp_path):
     sft(model, samples, tmp_path / "run")
     trained = f"mine={tmp_path / 'run' / 'adaptor-r8.safetensors'}"
     options = ["--model", model, "--adaptor", trained, "--max-tokens", "9", "--swa", "16"]
+    options += ["--transferred", "64:64:4"]
     result = call("evaluate", samples, *options, "--json", tmp_path / "e.json")
     told = json.loads(result.stdout.splitlines()[-1])
     assert told == json.loads((tmp_path / "e.json").read_text())
     names = {row["memory"] for row in told["rows"]}
     windows = {"window = r8", "window = r4", "swa-16"}
-    assert names == {"full", "mine", "snapkv", "untrained W128 r8"} | windows
+    slots = {"mine", "mine S64 W64 r4", "untrained W128 r8"}
+    assert names == {"full", "snapkv"} | slots | windows
     assert told["settings"]["adaptors"] == {"mine": "adaptor-r8.safetensors"}
     assert all(row["samples"] == 6 and row["tokens"] == 54 for row in told["rows"])
+    malformed = call("evaluate", samples, *options, "--transferred", "64:4", code=2)
+    assert "give S:W:r, several" in malformed.stderr
 
 
 def test_ablation_trains_every_arm_once_and_keeps_results(model, tmp_path):
