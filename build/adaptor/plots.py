@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -117,10 +118,11 @@ def draw_frontier(rows: Sequence[dict], prefix: int, arms: Results):
         "slots, untrained": ("untrained", "s"),
         "SnapKV": ("snapkv", "x"),
         "sliding window": ("swa", "+"),
+        "slots, trained for another memory": (r".* S\d+ W\d+ r\d+$", "p"),
         "slots, trained": ("", "*"),  # adaptors have names of their own
     }
-    for label, (start, style) in kinds.items():
-        found = sorted(points.pop(name) for name in list(points) if name.startswith(start))
+    for label, (pattern, style) in kinds.items():
+        found = sorted(points.pop(name) for name in list(points) if re.match(pattern, name))
         if found:
             size = 13 if style == "*" else 7
             axis.plot(*zip(*found, strict=True), style, label=label, markersize=size)
