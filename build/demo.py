@@ -112,11 +112,15 @@ def compare_memories(console: Console) -> dict[str, float]:
     console.print("[dim]decoding with Hugging Face, then drafting from each memory[/]")
     answerer = Answerer(pair / "target", torch.float32)
     [[answered]] = answerer.run([sample], request.max_tokens, 1)
+    memory = Pair.load(pair).memory
     comparison = MemoryComparison(
         {"slots, trained": pair / "adaptor.safetensors"},
-        equal=(Pair.load(pair).memory.interval,),
+        untrained=((memory.window, memory.interval),),
+        equal=(memory.interval,),
         swa=(),
         snapkv=False,
+        sink=memory.sink,
+        window=memory.window,
         max_tokens=request.max_tokens,
     )
     decoder = Decoder.load(pair / "draft")

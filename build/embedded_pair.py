@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ..engines.adaptor import Adaptor, AdaptorConfig, read_adaptor
+from ..engines.adaptor import Adaptor, AdaptorConfig, read_adaptor, read_header
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import file_sha256
 from ..engines.pair import DTYPES, Pair
@@ -60,9 +60,14 @@ def embedded_model(say: Say = lambda line: None, home: Path | None = None) -> Pa
 
 
 def shipped_adaptor(memory: MemoryRule) -> Path | None:
-    """The trained adaptor that the recipe ships for this slot interval, if there is one."""
-    path = recipe_folder() / "embedded" / f"adaptor-r{memory.interval}.safetensors"
-    return path if path.is_file() else None
+    """The trained adaptor that is shipped for this slot interval and visibility, if there is one.
+
+    Its weights serve other sinks and windows than their own as they are; docs/adaptor.md has what
+    that costs or gains.
+    """
+    path = recipe_folder() / EMBEDDED / f"adaptor-r{memory.interval}.safetensors"
+    fits = path.is_file() and read_header(path).visibility == memory.visibility
+    return path if fits else None
 
 
 def prepare_model(source: Package, home: Path, say: Say = lambda line: None) -> Path:
@@ -115,9 +120,12 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _write_pair(pair: Pair, model: Path, stage: Path) -> None:
     started = datetime.now(UTC)
     write_pair_folder(stage, pair, {TARGET: model, DRAFT: model})
-    decoder = Decoder.load(model, DTYPES[pair.dtype])
-    _adaptor(pair.memory, decoder).save(stage / ADAPTOR)
-    write_provenance(stage, started, adaptor_sha256=file_sha256(stage / ADAPTOR))
+    memory, decoder = pair.memory, Decoder.load(model, DTYPES[pair.dtype])
+    _adaptor(memory, decoder).save(stage / ADAPTOR, sink=memory.sink, window=memory.window)
+    shipped = shipped_adaptor(memory)
+    write_provenance(
+        stage, started, shipped_sha256=None if shipped is None else file_sha256(shipped)
+    )
 
 
 def _adaptor(memory: MemoryRule, decoder: Decoder) -> Adaptor:
@@ -144,7 +152,7 @@ def _is_current(folder: Path, pair: Pair) -> bool:
         if shipped is None:
             return not config.trained
         recorded = json.loads((folder / PROVENANCE).read_text())
-        return recorded["adaptor_sha256"] == file_sha256(shipped)
+        return recorded["shipped_sha256"] == file_sha256(shipped)
     except (ValueError, OSError):
         return False
 

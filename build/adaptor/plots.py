@@ -23,6 +23,7 @@ BARS = {
     "stage": "training stages",
     "levers": "levers",
     "window": "S and W, r = 8",
+    "factorial": "W and r",
     "length": "training length",
 }
 
@@ -48,8 +49,7 @@ def draw_all(ablations: Results, evaluations: Results, out: Path) -> list[Path]:
             drawn.append(_save(draw_bars, groups[group], out / group, title))
     for prefix in sorted({row["prefix"] for e in evaluations for row in e["rows"]}):
         rows = _widest(evaluations, prefix)
-        arms = groups.get("factorial", [])
-        drawn.append(_save(draw_frontier, rows, out / f"frontier-{prefix}", prefix, arms))
+        drawn.append(_save(draw_frontier, rows, out / f"frontier-{prefix}", prefix))
     if any(row["kl"] for e in evaluations for row in e["rows"]):
         rows = [row for e in evaluations for row in e["rows"]]
         drawn.append(_save(draw_distance, rows, out / "distance"))
@@ -108,8 +108,8 @@ def draw_bars(results: Results, title: str):
     return figure
 
 
-def draw_frontier(rows: Sequence[dict], prefix: int, arms: Results):
-    """Tok./Iter against memory entries: windows, slots untrained and trained, proxy runs."""
+def draw_frontier(rows: Sequence[dict], prefix: int):
+    """Tok./Iter against memory entries: windows, and slots untrained and trained."""
     figure, axis = plt.subplots(figsize=SIZE)
     points = _means(rows)
     full = points.pop("full", None)
@@ -126,9 +126,6 @@ def draw_frontier(rows: Sequence[dict], prefix: int, arms: Results):
         if found:
             size = 13 if style == "*" else 7
             axis.plot(*zip(*found, strict=True), style, label=label, markersize=size)
-    proxies = sorted(_proxy_points(arms, prefix))
-    if proxies:
-        axis.plot(*zip(*proxies, strict=True), "^", label="slots, brief training", alpha=0.6)
     if full is not None:
         axis.axhline(full[1], color="grey", linestyle=":", label="full KV")
     samples = sum({row["kind"]: row["samples"] for row in rows}.values())
@@ -146,14 +143,6 @@ def _means(rows: Iterable[dict]) -> dict[str, tuple[int, float]]:
         name: (found[0]["entries"], mean(row["tok_iter"] for row in found))
         for name, found in named.items()
     }
-
-
-def _proxy_points(arms: Results, prefix: int) -> list[tuple[int, float]]:
-    return [
-        point
-        for arm in arms
-        for point in _means(row for row in arm["rows"] if row["prefix"] == prefix).values()
-    ]
 
 
 def draw_distance(rows: Sequence[dict]):
