@@ -174,13 +174,15 @@ def test_two_ranks_train_what_one_trains(model_dir, decoder, tmp_path):
     out, script = tmp_path / "weights.pt", tmp_path / "worker.py"
     model = f"__import__('pathlib').Path({str(model_dir('llama'))!r})"
     script.write_text(WORKER.replace("{model!r}", model).replace("{out!r}", repr(str(out))))
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)],
-        check=True,
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*torchrun, str(script)],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
+        text=True,
         timeout=120,
     )
+    assert result.returncode == 0, result.stderr
     alone = new_trainer(decoder("llama"))
     list(alone.run())
     divided = torch.load(out, weights_only=True)
