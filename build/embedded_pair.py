@@ -121,15 +121,15 @@ def _write_pair(pair: Pair, model: Path, stage: Path) -> None:
     started = datetime.now(UTC)
     write_pair_folder(stage, pair, {TARGET: model, DRAFT: model})
     memory, decoder = pair.memory, Decoder.load(model, DTYPES[pair.dtype])
-    _adaptor(memory, decoder).save(stage / ADAPTOR, sink=memory.sink, window=memory.window)
     shipped = shipped_adaptor(memory)
+    adaptor = _adaptor(shipped, memory, decoder)
+    adaptor.save(stage / ADAPTOR, sink=memory.sink, window=memory.window)
     write_provenance(
         stage, started, shipped_sha256=None if shipped is None else file_sha256(shipped)
     )
 
 
-def _adaptor(memory: MemoryRule, decoder: Decoder) -> Adaptor:
-    shipped = shipped_adaptor(memory)
+def _adaptor(shipped: Path | None, memory: MemoryRule, decoder: Decoder) -> Adaptor:
     if shipped is not None:
         return Adaptor.load(shipped, decoder.config, decoder.fingerprint())
     config = AdaptorConfig(
