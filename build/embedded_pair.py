@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ..engines.adaptor import Adaptor, AdaptorConfig, read_adaptor, read_header
+from ..engines.adaptor import Adaptor, AdaptorConfig, read_header
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import file_sha256
 from ..engines.pair import DTYPES, Pair
@@ -44,7 +44,7 @@ def prepare_embedded_pair(say: Say = lambda line: None, home: Path | None = None
     if not _is_current(folder, pair):
         with staged(folder, replace=True) as stage:
             _write_pair(pair, model, stage)
-    trained = read_adaptor(adaptor)[0].trained
+    trained = read_header(adaptor).trained
     say(f"adaptor: {'trained, shipped with the recipe' if trained else 'untrained copies'}")
     return folder
 
@@ -147,7 +147,7 @@ def _is_current(folder: Path, pair: Pair) -> bool:
     try:
         if Pair.load(folder) != pair:
             return False
-        config, _ = read_adaptor(folder / ADAPTOR)
+        config = read_header(folder / ADAPTOR)
         shipped = shipped_adaptor(pair.memory)
         if shipped is None:
             return not config.trained
