@@ -9,6 +9,7 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -16,19 +17,22 @@ from typing import Annotated
 import typer
 
 from ..engines.decoder import Decoder
+from ..engines.engine_folder import file_sha256
 from ..engines.pair import DTYPES
 from ..engines.recipes import EMBEDDED
 from ..engines.text import TextCodec
 from .adaptor import comparison as comparing
 from .adaptor.ablation import Laboratory, read_arms
+from .adaptor.journal import Journal
 from .adaptor.prompts import CODE, TEXT, PromptMaker, read_meetings, read_texts
 from .adaptor.run import Run, train
-from .adaptor.samples import read_samples, write_samples
+from .adaptor.samples import Sample, read_samples, write_samples
 from .adaptor.settings import Initialisation, Loss, TrainSettings
 from .adaptor.sources import Source
 from .bench.record import emit, progress
 from .embedded_pair import embedded_model
 from .options import numbers
+from .target_folder import model_fingerprint
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -123,17 +127,26 @@ def answers(
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Adds the model's own greedy answers to prompts: what drafts are compared with."""
-    from .adaptor.answers import Answerer
+    """Adds the model's own greedy answers to prompts: what drafts are compared with.
+
+    Answers are kept in OUT.journal as they come, so that the same command resumes.
+    """
+    from .adaptor.answers import Answerer, by_length
 
     with failures():
-        samples, answered = read_samples(prompts), []
-        answerer = Answerer(model_folder(model), DTYPES[dtype], device)
-        with progress(-(-len(samples) // batch_size)) as tick:
-            for batch in answerer.run(samples, max_tokens, batch_size):
-                answered += batch
-                tick(f"{len(answered)} of {len(samples)} answers")
-        write_samples(out, answered)
+        order, folder = by_length(read_samples(prompts)), model_folder(model)
+        belongs = {"prompts": file_sha256(prompts), "model": model_fingerprint(folder)}
+        belongs |= {"max_tokens": max_tokens, "dtype": dtype}
+        journal = Journal(out.with_name(out.name + ".journal"), belongs)
+        left = order[len(journal.rows) :]
+        answerer = Answerer(folder, DTYPES[dtype], device)
+        with progress(-(-len(left) // batch_size)) as tick:
+            for batch in answerer.run(left, max_tokens, batch_size):
+                for sample in batch:
+                    journal.append(asdict(sample))
+                tick(f"{len(journal.rows)} of {len(order)} answers")
+        write_samples(out, (Sample(**row) for row in journal.rows))
+        journal.path.unlink()
 
 
 def training_command(name: str, tuning: bool, summary: str) -> None:
@@ -242,6 +255,9 @@ def evaluate(
     per_kind: Annotated[int, typer.Option(help="Samples per kind and prefix; 0 = all.")] = 0,
     prefixes: Annotated[str, typer.Option(help="Only these prefixes; none = all.")] = "",
     distances: Annotated[bool, typer.Option(help="NLL and KL by distance as well.")] = True,
+    outcomes: Annotated[
+        Path | None, typer.Option(help="File of samples' outcomes; those in it are not made again.")
+    ] = None,
     model: Model = EMBEDDED,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -267,7 +283,7 @@ def evaluate(
             read_samples(samples), per_kind, numbers(prefixes, least=0)
         )
         with progress(len(chosen)) as tick:
-            summaries = comparing.compare(comparison, decoder, chosen, tick, distances)
+            summaries = comparing.compare(comparison, decoder, chosen, tick, distances, outcomes)
         record = comparing.record(comparison, dtype, device, summaries)
         emit(record, comparing.card(summaries), json_file)
 

@@ -12,6 +12,11 @@ from ...engines.target import until_end
 from .samples import Sample
 
 
+def by_length(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples in the order in which they are answered: short prompts first."""
+    return sorted(samples, key=lambda sample: len(sample.prompt))
+
+
 class Answerer:
     """Greedy answers by Hugging Face's `generate`, in batches of prompts of similar length."""
 
@@ -27,7 +32,7 @@ class Answerer:
         self, samples: Sequence[Sample], max_tokens: int, batch_size: int
     ) -> Iterator[list[Sample]]:
         """The samples with answers of at most `max_tokens`, end id included, batch by batch."""
-        order = sorted(samples, key=lambda sample: len(sample.prompt))
+        order = by_length(samples)
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
             yield [

@@ -11,9 +11,11 @@ from rich.table import Table
 
 from ...engines.adaptor import Adaptor, AdaptorConfig
 from ...engines.decoder import Decoder
+from ...engines.engine_folder import file_sha256
 from ...plugins.slot_attention.rule import MemoryRule
 from ..bench.record import Record, device_name, new_card, rounded
-from .evaluation import DraftMemory, Evaluator, Summary, summaries
+from .evaluation import DraftMemory, Evaluator, KeptOutcomes, Summary, summaries
+from .journal import Journal
 from .samples import DataError, Sample
 from .snapkv import SnapKV
 
@@ -96,8 +98,12 @@ def compare(
     samples: Sequence[Sample],
     tick: Callable[[str], None],
     distances: bool = True,
+    kept: Path | None = None,
 ) -> list[Summary]:
-    """Runs every memory over every sample; one summary per prefix, kind and memory."""
+    """Runs every memory over every sample; one summary per prefix, kind and memory.
+
+    kept: file of every sample's outcome; those it holds are not made again.
+    """
     for sample in samples:
         if not sample.answer:
             raise DataError(f"sample {sample.name!r} has no answer; run `masw-train answers`")
@@ -108,9 +114,24 @@ def compare(
             )
     limits = comparison.draft_tokens, comparison.max_tokens
     evaluator = Evaluator(decoder, distances)
+    if kept is not None:
+        evaluator = KeptOutcomes(evaluator, Journal(kept, _belongs(comparison, decoder, distances)))
     return summaries(
         evaluator, samples, lambda prefix: memories(comparison, decoder, prefix), *limits, tick
     )
+
+
+def _belongs(comparison: Comparison, decoder: Decoder, distances: bool) -> dict:
+    """What decides the outcomes of samples."""
+    weight = decoder.embed_tokens.weight
+    settings = asdict(comparison) | {
+        "adaptors": {name: file_sha256(path) for name, path in comparison.adaptors.items()},
+        "model": decoder.fingerprint(),
+        "dtype": str(weight.dtype),
+        "distances": distances,
+    }
+    del settings["draft_tokens"], settings["max_tokens"]
+    return settings
 
 
 def overall(rows: Sequence[Summary]) -> dict[str, dict[str, float]]:

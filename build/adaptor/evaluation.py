@@ -19,6 +19,7 @@ from ...engines.adaptor import Adaptor
 from ...engines.decoder import Attend, Decoder
 from ...engines.speculative import Statistics
 from ...plugins.slot_attention.rule import MemoryRule
+from .journal import Journal
 from .losses import divergence
 from .samples import Sample
 from .snapkv import SnapKV
@@ -66,6 +67,17 @@ class Outcome:
 
     hits: tuple[bool, ...]
     distance: dict[int, tuple[int, float, float]] = field(default_factory=dict)
+
+    def as_dict(self) -> dict:
+        """JSON-ready; hits as a text of 0 and 1."""
+        hits = "".join("01"[hit] for hit in self.hits)
+        return {"hits": hits, "distance": list(self.distance.items())}
+
+    @classmethod
+    def of(cls, row: dict) -> Outcome:
+        """The outcome that `as_dict` described."""
+        distance = {bucket: tuple(sums) for bucket, sums in row["distance"]}
+        return cls(tuple(hit == "1" for hit in row["hits"]), distance)
 
 
 class Evaluator:
@@ -118,6 +130,23 @@ class Evaluator:
                     old_kl + kl[at].sum().item(),
                 )
         return sums
+
+
+class KeptOutcomes:
+    """An evaluator that writes outcomes to a journal and does not make those in it again."""
+
+    def __init__(self, evaluator: Evaluator, journal: Journal):
+        self.evaluator, self.journal = evaluator, journal
+        self._known = {row["sample"]: row["outcomes"] for row in journal.rows}
+
+    def run(self, sample: Sample, memories: Sequence[DraftMemory]) -> dict[str, Outcome]:
+        """Outcome of every memory on one sample, by name."""
+        if sample.digest not in self._known:
+            found = self.evaluator.run(sample, memories)
+            rows = {name: outcome.as_dict() for name, outcome in found.items()}
+            self.journal.append({"sample": sample.digest, "outcomes": rows})
+            self._known[sample.digest] = rows
+        return {name: Outcome.of(row) for name, row in self._known[sample.digest].items()}
 
 
 def count_iterations(hits: Sequence[bool], draft_tokens: int, max_tokens: int) -> Statistics:
@@ -196,7 +225,7 @@ def summarise(
 
 
 def summaries(
-    evaluator: Evaluator,
+    evaluator: Evaluator | KeptOutcomes,
     samples: Sequence[Sample],
     memories: Callable[[int], Sequence[DraftMemory]],
     draft_tokens: int,

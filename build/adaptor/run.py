@@ -53,9 +53,13 @@ def train(run: Run, say: Say) -> list[Path]:
 
     Raises ValueError for settings or data that do not fit, before any step.
     """
-    settings, device = run.settings, torch.device(run.device)
-    ranks = Ranks.join(device)
-    folder = RunFolder(run.out, settings, [str(source) for source in run.sources])
+    with Ranks.joined(torch.device(run.device)) as ranks:
+        return _train(run, ranks, say)
+
+
+def _train(run: Run, ranks: Ranks, say: Say) -> list[Path]:
+    settings, device, first = run.settings, torch.device(run.device), ranks.rank == 0
+    folder = RunFolder(run.out, settings, [str(source) for source in run.sources], first)
     decoder = Decoder.load(run.model, DTYPES[settings.dtype], device)
     rows = read_rows(run, decoder, say)
     adaptor = _adaptor(run, decoder)
@@ -68,7 +72,6 @@ def train(run: Run, say: Say) -> list[Path]:
     trainer = Trainer(decoder, adaptor, schedule, teacher, ranks)
     done = folder.resume(trainer)
     say(f"{'resumed at' if done else 'starting at'} step {done} of {settings.steps}")
-    first = ranks.rank == 0
     with _show(settings.steps, done, quiet=not first) as show, _board(run, first) as board:
         for report in trainer.run():
             show(report)

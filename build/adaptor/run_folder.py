@@ -26,10 +26,12 @@ from .training import StepReport, Trainer
 
 
 class RunFolder:
-    """One run; made anew, or taken up where it stopped."""
+    """One run; made anew, or taken up where it stopped. writes: False on ranks but the first."""
 
-    def __init__(self, path: Path, settings: TrainSettings, data: Sequence[str]):
-        self.path, self.settings = path, settings
+    def __init__(
+        self, path: Path, settings: TrainSettings, data: Sequence[str], writes: bool = True
+    ):
+        self.path, self.settings, self.writes = path, settings, writes
         path.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"data": list(data)} | asdict(settings), indent=2) + "\n"
         known = path / "settings.json"
@@ -37,7 +39,10 @@ class RunFolder:
             raise ValueError(
                 f"{path} holds a run with other settings or data; give another --out or the same"
             )
-        known.write_text(text)
+        if writes:
+            part = path / "settings.json.part"
+            part.write_text(text)
+            part.replace(known)
 
     @property
     def state(self) -> Path:
@@ -48,9 +53,10 @@ class RunFolder:
         """Takes the trainer to the last saved step, which is returned, and cuts the log there."""
         if self.state.is_file():
             trainer.load_state(self.state)
-        log = self.path / "log.jsonl"
-        lines = log.read_text().splitlines() if log.is_file() else []
-        log.write_text("".join(line + "\n" for line in lines[: trainer.step]))
+        if self.writes:
+            log = self.path / "log.jsonl"
+            lines = log.read_text().splitlines() if log.is_file() else []
+            log.write_text("".join(line + "\n" for line in lines[: trainer.step]))
         return trainer.step
 
     def note(self, report: StepReport) -> None:

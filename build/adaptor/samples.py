@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,6 +34,12 @@ class Sample:
     def ids(self) -> tuple[int, ...]:
         """Prompt and answer."""
         return self.prompt + self.answer
+
+    @property
+    def digest(self) -> str:
+        """Hash of kind, prefix, prompt and answer."""
+        content = (self.kind, self.prefix, self.prompt, self.answer)
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:

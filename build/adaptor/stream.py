@@ -20,7 +20,7 @@ from ...plugins.slot_attention.block import Block
 from ...plugins.slot_attention.reference import lifetimes, visible
 from ...plugins.slot_attention.rule import RAW, SLOT, MemoryRule
 
-CHUNK = 512  # raw queries per chunk
+CHUNK = 256  # raw queries per chunk
 
 
 def stream_block(rule: MemoryRule, ids: Tensor) -> Block:

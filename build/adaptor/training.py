@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +33,21 @@ class Ranks:
     world: int = 1
 
     @classmethod
-    def join(cls, device: torch.device) -> Ranks:
-        """Joins the group that torchrun describes in the environment; alone without it."""
+    @contextmanager
+    def joined(cls, device: torch.device) -> Iterator[Ranks]:
+        """The group that torchrun describes in the environment; alone without it.
+
+        Ranks leave together: one that ends while another still talks to it would abort that one.
+        """
         if "WORLD_SIZE" not in os.environ:
-            return cls()
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size())
+            yield cls()
+            return
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            yield cls(dist.get_rank(), dist.get_world_size())
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
 
     def sum(self, tensors: list[Tensor]) -> None:
         """Replaces tensors by their sums over all ranks."""

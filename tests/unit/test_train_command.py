@@ -6,6 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from masw.build.adaptor.answers import Answerer
+from masw.build.adaptor.evaluation import Evaluator
 from masw.build.adaptor.run_folder import RunFolder
 from masw.build.adaptor.samples import Sample, read_samples, write_samples
 from masw.build.train import app
@@ -37,6 +39,10 @@ def call(*arguments, code=0):
     result = CliRunner().invoke(app, [str(word) for word in arguments])
     assert result.exit_code == code, result.output
     return result
+
+
+def rows_of(result):
+    return json.loads(result.stdout.splitlines()[-1])["rows"]
 
 
 def sft(model, samples, out, *more, code=0):
@@ -134,6 +140,30 @@ def test_answers_are_what_hugging_face_generates(model, hf_model, tmp_path):
         assert answer == out[0, len(prompt) :].tolist()
 
 
+def test_stopped_answers_go_on_with_those_that_are_missing(model, tmp_path, monkeypatch):
+    prompts = [Sample(random_ids(n, n), kind="code", prefix=40) for n in (40, 37, 40, 39, 38)]
+    write_samples(tmp_path / "p.jsonl", prompts)
+    command = ["answers", tmp_path / "p.jsonl", "--batch-size", "2", "--model", model]
+    call(*command, tmp_path / "whole.jsonl", "--max-tokens", "12")
+    answer, asked = Answerer._answers, []
+
+    def dies_at_the_second_batch(answerer, batch, max_tokens):
+        asked.extend(len(sample.prompt) for sample in batch)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return answer(answerer, batch, max_tokens)
+
+    monkeypatch.setattr(Answerer, "_answers", dies_at_the_second_batch)
+    stopped = call(*command, tmp_path / "a.jsonl", "--max-tokens", "12", code=130)
+    assert "the same command resumes" in stopped.stderr and not (tmp_path / "a.jsonl").exists()
+    other = call(*command, tmp_path / "a.jsonl", "--max-tokens", "13", code=1)
+    assert "begun with other settings (max_tokens)" in other.stderr
+    call(*command, tmp_path / "a.jsonl", "--max-tokens", "12")
+    assert asked == [37, 38, 39, 40, 39, 40, 40]
+    assert read_samples(tmp_path / "a.jsonl") == read_samples(tmp_path / "whole.jsonl")
+    assert not list(tmp_path.glob("*.journal"))
+
+
 def test_prompts_come_from_code_meetings_and_text(model, tmp_path):
     (tmp_path / "m.py").write_text("x = 1\n" * 400)
     (tmp_path / "t.txt").write_text("a line of text\n" * 400)
@@ -169,6 +199,36 @@ def test_evaluate_prints_a_card_and_one_json_line(model, samples, tmp_path):
     assert all(row["samples"] == 6 and row["tokens"] == 54 for row in told["rows"])
     malformed = call("evaluate", samples, *options, "--transferred", "64:4", code=2)
     assert "give S:W:r, several" in malformed.stderr
+
+
+def test_a_stopped_evaluation_goes_on_with_samples_that_are_missing(
+    model, samples, tmp_path, monkeypatch
+):
+    options = ["--model", model, "--max-tokens", "9", "--swa", "16"]
+    whole = rows_of(call("evaluate", samples, *options))
+    kept, run, ran = tmp_path / "outcomes.jsonl", Evaluator.run, []
+
+    def dies_at_the_third(evaluator, sample, memories):
+        ran.append(sample.name)
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return run(evaluator, sample, memories)
+
+    monkeypatch.setattr(Evaluator, "run", dies_at_the_third)
+    call("evaluate", samples, *options, "--outcomes", kept, code=130)
+    kept.write_text(kept.read_text()[:-20])  # the kill fell into the second line
+    resumed = rows_of(call("evaluate", samples, *options, "--outcomes", kept))
+    assert ran == ["0", "1", "2", "1", "2", "3", "4", "5"]
+    assert resumed == whole
+    assert rows_of(call("evaluate", samples, *options, "--outcomes", kept)) == whole
+    assert len(ran) == 8
+
+
+def test_outcomes_of_another_evaluation_are_refused(model, samples, tmp_path):
+    options = ["--model", model, "--max-tokens", "9", "--outcomes", tmp_path / "outcomes.jsonl"]
+    call("evaluate", samples, *options, "--no-snapkv", "--per-kind", "1")
+    refused = call("evaluate", samples, *options, "--sink", "64", code=1)
+    assert "begun with other settings (sink, snapkv)" in refused.stderr
 
 
 def test_ablation_trains_every_arm_once_and_keeps_results(model, tmp_path):

@@ -160,11 +160,11 @@ from masw.build.adaptor.training import Ranks, Trainer
 from masw.engines.decoder import Decoder
 from tests.unit.test_training import SETTINGS, some_rows
 torch.set_num_threads(1)
-ranks = Ranks.join(torch.device("cpu"))
 decoder = Decoder.load({model!r})
-schedule = Schedule(some_rows(), SETTINGS, ranks.rank, ranks.world)
-trainer = Trainer(decoder, SETTINGS.new_adaptor(decoder), schedule, ranks=ranks)
-list(trainer.run())
+with Ranks.joined(torch.device("cpu")) as ranks:
+    schedule = Schedule(some_rows(), SETTINGS, ranks.rank, ranks.world)
+    trainer = Trainer(decoder, SETTINGS.new_adaptor(decoder), schedule, ranks=ranks)
+    list(trainer.run())
 if ranks.rank == 0:
     torch.save(trainer.adaptor.state_dict(), {out!r})
 """
