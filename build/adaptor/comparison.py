@@ -18,6 +18,7 @@ from .evaluation import DraftMemory, Evaluator, KeptOutcomes, Summary, summaries
 from .journal import Journal
 from .samples import DataError, Sample
 from .snapkv import SnapKV
+from .spread import beside_windows
 
 SNAPKV_SHARE = 8  # the paper's 4,096 entries of 32K, scaled to shorter prefixes
 
@@ -164,7 +165,8 @@ def record(comparison: Comparison, dtype: str, device: str, rows: Sequence[Summa
     """The outcome as committed: settings, one row per summary, means over kinds."""
     settings = asdict(comparison) | {"dtype": dtype, "device": device_name(device)}
     settings["adaptors"] = {name: path.name for name, path in comparison.adaptors.items()}
-    return Record("evaluate", settings, rows, ratios={"tok_iter": overall(rows)})
+    ratios = {"tok_iter": overall(rows), "beside": beside_windows(rows)}
+    return Record("evaluate", settings, rows, ratios=ratios)
 
 
 def card(rows: Sequence[Summary]) -> Table:

@@ -176,7 +176,8 @@ class Summary:
     """Totals over samples of one kind, prefix and memory.
 
     tok_iter: tokens per iteration over all samples. by_position: share of drafted tokens accepted,
-    by place in the draft. nll, kl: per bucket of tokens beyond the window, nats per token.
+    by place in the draft. each: (tokens, iterations) of every sample. nll, kl: per bucket of tokens
+    beyond the window, nats per token.
     """
 
     kind: str
@@ -188,6 +189,7 @@ class Summary:
     iterations: int
     tok_iter: float
     by_position: tuple[float, ...]
+    each: tuple[tuple[int, int], ...]
     nll: dict[int, float]
     kl: dict[int, float]
 
@@ -219,6 +221,7 @@ def summarise(
         iterations=iterations,
         tok_iter=tokens / iterations,
         by_position=tuple(a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)),
+        each=tuple((c.new_tokens, c.iterations) for c in counts),
         nll={bucket: c["nll"] / c["count"] for bucket, c in sorted(totals.items())},
         kl={bucket: c["kl"] / c["count"] for bucket, c in sorted(totals.items())},
     )

@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from masw.build.adaptor.comparison import Comparison, compare, overall
-from masw.build.adaptor.evaluation import DraftMemory, Evaluator, count_iterations, summarise
+from masw.build.adaptor.evaluation import (
+    DraftMemory,
+    Evaluator,
+    Summary,
+    count_iterations,
+    summarise,
+)
 from masw.build.adaptor.samples import DataError, Sample
 from masw.build.adaptor.snapkv import SnapKV
+from masw.build.adaptor.spread import beside_windows
 from masw.engines.draft import TorchDraft
 from masw.engines.local import generate_all
 from masw.engines.speculative import GenerationRequest, LoopSettings
@@ -207,3 +214,32 @@ def test_summary_adds_tokens_and_iterations_of_all_samples():
     assert (summary.tokens, summary.iterations) == (16, 2 + 4)
     assert summary.tok_iter == pytest.approx(16 / 6)
     assert summary.by_position[0] == pytest.approx(2 / 6)
+
+
+def summary(memory, kind, *each):
+    tokens, iterations = (sum(column) for column in zip(*each, strict=True))
+    row = (kind, 96, memory, len(each), 9, tokens, iterations, tokens / iterations)
+    return Summary(*row, by_position=(), each=each, nll={}, kl={})
+
+
+def test_intervals_span_what_other_prompts_could_have_given():
+    rows = [
+        summary("window-9", "x", (12, 4), (12, 6)),
+        summary("slots", "x", (12, 3), (12, 6)),
+        summary("window-9", "y", (10, 5)),
+        summary("slots", "y", (10, 4)),
+    ]
+    # Of the two x prompts, 0, 1 or 2 draws may be the first; y always gives 2 and 2.5.
+    drawn = [(24 / x + 2.5) / (24 / w + 2) for x, w in ((6, 8), (9, 10), (12, 12))]
+    told = beside_windows(rows)
+    assert told.keys() == {"96"} and told["96"].keys() == {"window-9"}
+    ratio, low, high = told["96"]["window-9"]["slots"]
+    assert ratio == pytest.approx(drawn[1], abs=1e-4)
+    assert (low, high) == pytest.approx((min(drawn), max(drawn)), abs=1e-4)
+
+
+def test_what_is_the_same_on_every_prompt_has_no_interval():
+    each = [(12, n) for n in (2, 3, 4, 6)]
+    rows = [summary("window = r8", "x", *each)]
+    rows += [summary("slots", "x", *((2 * tokens, n) for tokens, n in each))]
+    assert beside_windows(rows)["96"]["window = r8"]["slots"] == [2, 2, 2]
