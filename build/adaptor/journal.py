@@ -38,7 +38,8 @@ class Journal:
 
     def _drop_unfinished_line(self) -> None:
         content = self.path.read_bytes()
-        self.path.write_bytes(content[: content.rfind(b"\n") + 1])
+        if not content.endswith(b"\n"):
+            self.path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 def _line(row: dict[str, Any]) -> str:
