@@ -19,11 +19,12 @@ from ...engines.adaptor import Adaptor
 from ...engines.decoder import Attend, Decoder
 from ...engines.speculative import Statistics
 from ...plugins.slot_attention.rule import MemoryRule
+from .family import Family, FamilyStream, families, family_stream
 from .journal import Journal
 from .losses import divergence
 from .samples import Sample
 from .snapkv import SnapKV
-from .stream import ChunkedAttention, causal_attention, stream_block
+from .stream import ChunkedAttention, causal_attention
 
 DISTANCE = 512  # width of a bucket of distances beyond the window, in tokens
 STRIDE = 8  # of the prompt positions whose distance is told
@@ -48,13 +49,19 @@ class DraftMemory:
             return length
         return min(length, rule.sink + rule.window) + rule.slots(length)
 
-    def attend(self, sample: Sample, ids: Tensor) -> tuple[object, Attend]:
-        """The block of a whole sequence, and the attention that this memory allows."""
+    def stream(self, family: Family, device: torch.device) -> tuple[FamilyStream, Attend]:
+        """A family as one stream, and the attention that this memory allows.
+
+        SnapKV chooses by the prompt, so it takes one sample at a time.
+        """
+        longest = max(len(sample.ids) for sample in family.samples)
+        rule = MemoryRule.full(longest) if self.rule is None else self.rule
+        stream, alone = family_stream(rule, family, device), len(family.samples) == 1
         if self.snapkv is not None:
-            full = stream_block(MemoryRule.full(ids.shape[1]), ids)
-            return full, self.snapkv.attention(len(sample.prompt))
-        block = stream_block(self.rule, ids)
-        return block, causal_attention if self.rule.window == 0 else ChunkedAttention(block)
+            return stream, self.snapkv.attention(len(family.samples[0].prompt))
+        if rule.window == 0 and alone:
+            return stream, causal_attention
+        return stream, ChunkedAttention(stream.block, stream.branch)
 
 
 @dataclass(frozen=True)
@@ -88,24 +95,33 @@ class Evaluator:
         self.device = draft.embed_tokens.weight.device
 
     @torch.inference_mode()
-    def run(self, sample: Sample, memories: Sequence[DraftMemory]) -> dict[str, Outcome]:
-        """Outcome of every memory on one sample, by name."""
-        ids = torch.tensor([sample.ids], device=self.device)
+    def run(self, family: Family, memories: Sequence[DraftMemory]) -> list[dict[str, Outcome]]:
+        """Outcome of every memory, by name, on each sample of a family."""
         beyond = {m.name for m in memories if self.distances and m.rule and m.rule.window}
-        full = None
-        if beyond:
-            full = self._hidden(DraftMemory("", MemoryRule.full(ids.shape[1])), sample, ids)
-        outcomes = {}
+        full = self._hidden(DraftMemory("", self._full), family) if beyond else None
+        outcomes: list[dict[str, Outcome]] = [{} for _ in family.samples]
         for memory in memories:
-            hidden, distance = self._hidden(memory, sample, ids), {}
-            if memory.name in beyond:
-                distance = self._by_distance(memory.rule, ids[0], hidden, full)
-            outcomes[memory.name] = Outcome(self._hits(sample, hidden), distance)
+            hidden = self._hidden(memory, family)
+            for number, sample in enumerate(family.samples):
+                distance = {}
+                if memory.name in beyond:
+                    states = hidden[number], full[number]
+                    distance = self._by_distance(memory.rule, sample, *states)
+                outcome = Outcome(self._hits(sample, hidden[number]), distance)
+                outcomes[number][memory.name] = outcome
         return outcomes
 
-    def _hidden(self, memory: DraftMemory, sample: Sample, ids: Tensor) -> Tensor:
-        block, attend = memory.attend(sample, ids)
-        return self.draft.run(block, attend, memory.adaptor)[0][0, : ids.shape[1]]
+    @property
+    def _full(self) -> MemoryRule:
+        return MemoryRule.full(self.draft.config.max_positions)
+
+    def _hidden(self, memory: DraftMemory, family: Family) -> list[Tensor]:
+        """Each sample's hidden states, (n, hidden)."""
+        if memory.snapkv is not None and len(family.samples) > 1:
+            return [self._hidden(memory, Family.alone(sample))[0] for sample in family.samples]
+        stream, attend = memory.stream(family, self.device)
+        hidden = self.draft.run(stream.block, attend, memory.adaptor)[0][0]
+        return [hidden[places] for places in stream.places]
 
     def _hits(self, sample: Sample, hidden: Tensor) -> tuple[bool, ...]:
         answer = torch.tensor(sample.answer, device=self.device)
@@ -113,7 +129,8 @@ class Evaluator:
         guesses = self.draft.logits(hidden[first : first + len(answer)]).argmax(-1)
         return tuple((guesses == answer).tolist())
 
-    def _by_distance(self, rule: MemoryRule, ids: Tensor, hidden: Tensor, full: Tensor) -> dict:
+    def _by_distance(self, rule: MemoryRule, sample: Sample, hidden: Tensor, full: Tensor) -> dict:
+        ids = torch.tensor(sample.ids, device=self.device)
         places = torch.arange(len(ids) - 1, device=self.device)[rule.sink + rule.window :: STRIDE]
         sums: dict[int, tuple[int, float, float]] = {}
         for part in places.split(SLICE):
@@ -139,14 +156,19 @@ class KeptOutcomes:
         self.evaluator, self.journal = evaluator, journal
         self._known = {row["sample"]: row["outcomes"] for row in journal.rows}
 
-    def run(self, sample: Sample, memories: Sequence[DraftMemory]) -> dict[str, Outcome]:
-        """Outcome of every memory on one sample, by name."""
-        if sample.digest not in self._known:
-            found = self.evaluator.run(sample, memories)
-            rows = {name: outcome.as_dict() for name, outcome in found.items()}
-            self.journal.append({"sample": sample.digest, "outcomes": rows})
-            self._known[sample.digest] = rows
-        return {name: Outcome.of(row) for name, row in self._known[sample.digest].items()}
+    def run(self, family: Family, memories: Sequence[DraftMemory]) -> list[dict[str, Outcome]]:
+        """Outcome of every memory, by name, on each sample of a family."""
+        left = [sample for sample in family.samples if sample.digest not in self._known]
+        if left:
+            part = Family(tuple(left), family.shared)
+            for sample, found in zip(left, self.evaluator.run(part, memories), strict=True):
+                rows = {name: outcome.as_dict() for name, outcome in found.items()}
+                self.journal.append({"sample": sample.digest, "outcomes": rows})
+                self._known[sample.digest] = rows
+        return [
+            {name: Outcome.of(row) for name, row in self._known[sample.digest].items()}
+            for sample in family.samples
+        ]
 
 
 def count_iterations(hits: Sequence[bool], draft_tokens: int, max_tokens: int) -> Statistics:
@@ -236,21 +258,21 @@ def summaries(
     tick: Callable[[str], None] = lambda text: None,
 ) -> list[Summary]:
     """Runs `memories(prefix)` over every sample; one summary per prefix, kind and memory."""
-    groups: dict[tuple[int, str], list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault((sample.prefix, sample.kind), []).append(sample)
     found = []
-    for (prefix, kind), group in sorted(groups.items()):
-        compared = memories(prefix)
-        outcomes: dict[str, list[Outcome]] = {memory.name: [] for memory in compared}
-        for number, sample in enumerate(group, 1):
-            tick(f"{kind} at {prefix}, {number} of {len(group)}")
-            for name, outcome in evaluator.run(sample, compared).items():
-                outcomes[name].append(outcome)
-        found += [
-            summarise(kind, prefix, memory, outcomes[memory.name], draft_tokens, max_tokens)
-            for memory in compared
-        ]
+    for prefix in sorted({sample.prefix for sample in samples}):
+        group, compared = [s for s in samples if s.prefix == prefix], memories(prefix)
+        outcomes: dict[Sample, dict[str, Outcome]] = {}
+        for family in families(group):
+            told = evaluator.run(family, compared)
+            for sample, outcome in zip(family.samples, told, strict=True):
+                outcomes[sample] = outcome
+                tick(f"{sample.kind} at {prefix}")
+        for kind in sorted({sample.kind for sample in group}):
+            of_kind = [outcomes[sample] for sample in group if sample.kind == kind]
+            found += [
+                summarise(kind, prefix, m, [o[m.name] for o in of_kind], draft_tokens, max_tokens)
+                for m in compared
+            ]
     return found
 
 

@@ -48,12 +48,14 @@ def stream_block(rule: MemoryRule, ids: Tensor) -> Block:
 class ChunkedAttention:
     """Dense attention of a stream block, a chunk of queries at a time over the keys it can see.
 
-    Works on every device and in every precision, with gradients.
+    Works on every device and in every precision, with gradients. branch (N,) int64: positions see
+    those of branch 0 and of their own only; None: all are of one branch.
     """
 
-    def __init__(self, block: Block, chunk: int = CHUNK):
+    def __init__(self, block: Block, branch: Tensor | None = None, chunk: int = CHUNK):
         rule, length = block.rule, block.raw_counts[0]
         self._times, total = block.times[0], block.times.shape[1]
+        self._branch = torch.zeros_like(self._times) if branch is None else branch
         self._birth, self._expiry = lifetimes(rule, self._times, block.kind[0])
         slot_chunk = max(1, chunk // (rule.interval or 1))
         starts = [*range(0, length, chunk), *range(length, total, slot_chunk), total]
@@ -62,6 +64,7 @@ class ChunkedAttention:
     def _part(self, start: int, stop: int) -> tuple[slice, Tensor, Tensor]:
         """Queries [start, stop), the keys that any of them sees, and who sees which."""
         mask = visible(self._times[start:stop, None], self._birth[None], self._expiry[None])
+        mask &= (self._branch == 0) | (self._branch == self._branch[start:stop, None])
         mask[:, start:stop].fill_diagonal_(True)  # every position sees itself
         keys = mask.any(0).nonzero()[:, 0]
         return slice(start, stop), keys, mask[:, keys]

@@ -13,6 +13,7 @@ from masw.build.adaptor.evaluation import (
     count_iterations,
     summarise,
 )
+from masw.build.adaptor.family import Family, families
 from masw.build.adaptor.samples import DataError, Sample
 from masw.build.adaptor.snapkv import SnapKV
 from masw.build.adaptor.spread import beside_windows
@@ -44,6 +45,11 @@ def run_loop(decoder, rule, adaptor, prompt, max_tokens, end_ids=()):
     return ids, statistics
 
 
+def hits_of(model, sample, memory):
+    [outcome] = Evaluator(model).run(Family.alone(sample), [memory])
+    return outcome[memory.name].hits
+
+
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 60])
 def test_counts_equal_the_running_loop(decoder, name, max_tokens):
@@ -53,8 +59,8 @@ def test_counts_equal_the_running_loop(decoder, name, max_tokens):
         prompt = random_ids(100 + seed, seed)
         ids, expected = run_loop(model, rule, adaptor, prompt, max_tokens)
         sample = Sample(tuple(prompt), tuple(ids))
-        outcome = Evaluator(model).run(sample, [DraftMemory(name, rule, adaptor)])[name]
-        found = count_iterations(outcome.hits, GAMMA, max_tokens)
+        hits = hits_of(model, sample, DraftMemory(name, rule, adaptor))
+        found = count_iterations(hits, GAMMA, max_tokens)
         for field in ("iterations", "new_tokens", "drafted", "accepted", "accepted_at"):
             assert getattr(found, field) == getattr(expected, field), field
     assert name == "full" or max_tokens < 60 or 0 < found.accepted < found.drafted
@@ -69,8 +75,8 @@ def test_counts_equal_the_running_loop_where_an_end_id_stops_it(decoder):
         ids, expected = run_loop(model, rule, adaptor, prompt, 60, end_ids=(free[20],))
         assert len(ids) < 60
         sample = Sample(tuple(prompt), tuple(ids))
-        outcome = Evaluator(model).run(sample, [DraftMemory("slots", rule, adaptor)])["slots"]
-        found = count_iterations(outcome.hits, GAMMA, 60)
+        hits = hits_of(model, sample, DraftMemory("slots", rule, adaptor))
+        found = count_iterations(hits, GAMMA, 60)
         assert (found.iterations, found.new_tokens) == (expected.iterations, expected.new_tokens)
 
 
@@ -113,13 +119,12 @@ def test_snapkv_equals_its_plain_restatement(decoder):
     model, snapkv = decoder("llama"), SnapKV(capacity=20, observed=6, kernel=5)
     sample = Sample(tuple(random_ids(48)), tuple(random_ids(12, 5)))
     memory = DraftMemory("snapkv", snapkv=snapkv)
-    ids = torch.tensor([sample.ids])
-    block, attend = memory.attend(sample, ids)
-    hidden, _ = model.run(block, attend)
+    stream, attend = memory.stream(Family.alone(sample), "cpu")
+    hidden, _ = model.run(stream.block, attend)
     found = model.logits(hidden[0, 47:59])
     torch.testing.assert_close(found, plain_snapkv(model, sample, snapkv), atol=1e-4, rtol=0)
-    full = DraftMemory("full", MemoryRule.full(60)).attend(sample, ids)
-    everything = model.logits(model.run(*full)[0][0, 47:59])
+    stream, attend = DraftMemory("full", MemoryRule.full(60)).stream(Family.alone(sample), "cpu")
+    everything = model.logits(model.run(stream.block, attend)[0][0, 47:59])
     assert (everything - found).abs().max() > 0.01  # the choice left something out
     assert torch.allclose(found[0], everything[0], atol=1e-5)  # the prompt's last token sees all
     assert memory.entries(48) == 20
@@ -128,8 +133,53 @@ def test_snapkv_equals_its_plain_restatement(decoder):
 def test_snapkv_keeps_a_short_prompt_whole(decoder):
     model, sample = decoder("llama"), Sample(tuple(random_ids(30)), tuple(random_ids(9, 1)))
     memories = [DraftMemory("s", snapkv=SnapKV(64, 8)), DraftMemory("f", MemoryRule.full(39))]
-    outcomes = Evaluator(model).run(sample, memories)
+    [outcomes] = Evaluator(model).run(Family.alone(sample), memories)
     assert outcomes["s"].hits == outcomes["f"].hits
+
+
+def related(seed, *tails, shared=90):
+    """Samples that begin with the same tokens; tails are (rest of the prompt, answer) lengths."""
+    begin = random_ids(shared, seed)
+    for number, (rest, answer) in enumerate(tails):
+        prompt = [*begin, *random_ids(rest, seed + number + 1)]
+        yield Sample(tuple(prompt), tuple(random_ids(answer, number)), name=f"{seed}-{number}")
+
+
+@pytest.mark.parametrize("visibility", ["evicted", "materialized"])
+@pytest.mark.parametrize("shared", [90, 91, 93])  # before, at and after a boundary
+def test_a_family_is_evaluated_as_each_sample_alone(decoder, visibility, shared):
+    model, rule = decoder("llama"), MemoryRule(8, 16, 16, 4, visibility)
+    memories = [
+        DraftMemory("slots", rule, random_adaptor(model, rule)),
+        DraftMemory("window", MemoryRule.windowed(8, 24)),
+        DraftMemory("full", MemoryRule.full(MAX_POSITIONS)),
+        DraftMemory("snapkv", snapkv=SnapKV(40, 8)),
+    ]
+    samples = list(related(7, (20, 12), (3, 30), (41, 1), shared=shared))
+    [family] = families(samples)
+    assert family == Family(tuple(samples), shared)
+    evaluator = Evaluator(model)
+    for sample, found in zip(samples, evaluator.run(family, memories), strict=True):
+        [alone] = evaluator.run(Family.alone(sample), memories)
+        for memory in memories:
+            hidden = [
+                evaluator._hidden(memory, part)[place]
+                for part, place in ((family, samples.index(sample)), (Family.alone(sample), 0))
+            ]
+            torch.testing.assert_close(*hidden, atol=1e-5, rtol=0)
+            assert found[memory.name].hits == alone[memory.name].hits
+            assert found[memory.name].distance.keys() == alone[memory.name].distance.keys()
+
+
+def test_families_share_at_least_half_a_prompt():
+    alike = list(related(1, (20, 5), (30, 5)))
+    other = list(related(2, (20, 5)))
+    short = list(related(3, (60, 5), (60, 5), shared=50))
+    mixed = [alike[0], *other, short[0], alike[1], short[1]]
+    found = [[sample.name for sample in family.samples] for family in families(mixed)]
+    assert found == [["1-0", "1-1"], ["2-0"], ["3-0"], ["3-1"]]
+    many = list(related(4, *[(5, 5)] * 11))
+    assert [len(family.samples) for family in families(many)] == [8, 3]
 
 
 def test_distance_buckets_hold_nll_and_divergence(decoder):
@@ -138,7 +188,7 @@ def test_distance_buckets_hold_nll_and_divergence(decoder):
     sample = Sample(tuple(random_ids(90)), tuple(random_ids(10, 1)))
     rule = MemoryRule.windowed(8, 200)
     wide, narrow = DraftMemory("wide", rule), DraftMemory("narrow", MemoryRule.windowed(4, 8))
-    outcome = Evaluator(model).run(sample, [wide, narrow])
+    [outcome] = Evaluator(model).run(Family.alone(sample), [wide, narrow])
     assert outcome["wide"].distance == {}  # nothing is beyond this window
     [(count, nll, kl)] = outcome["narrow"].distance.values()
     assert count == len(range(12, 99, 8)) and nll > 0 and kl > 0

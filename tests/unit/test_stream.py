@@ -51,7 +51,7 @@ def case(request):
 @pytest.mark.parametrize("chunk", [1, 7, 512])
 def test_chunked_attention_equals_the_dense_oracle(case, chunk):
     block, mask, q, k, v = case
-    found = ChunkedAttention(block, chunk)(0, q, k, v)
+    found = ChunkedAttention(block, chunk=chunk)(0, q, k, v)
     torch.testing.assert_close(found, plain(q, k, v, mask))
 
 

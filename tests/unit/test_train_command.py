@@ -208,11 +208,11 @@ def test_a_stopped_evaluation_goes_on_with_samples_that_are_missing(
     whole = rows_of(call("evaluate", samples, *options))
     kept, run, ran = tmp_path / "outcomes.jsonl", Evaluator.run, []
 
-    def dies_at_the_third(evaluator, sample, memories):
-        ran.append(sample.name)
+    def dies_at_the_third(evaluator, family, memories):
+        ran.extend(sample.name for sample in family.samples)
         if len(ran) == 3:
             raise KeyboardInterrupt
-        return run(evaluator, sample, memories)
+        return run(evaluator, family, memories)
 
     monkeypatch.setattr(Evaluator, "run", dies_at_the_third)
     call("evaluate", samples, *options, "--outcomes", kept, code=130)
