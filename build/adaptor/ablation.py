@@ -16,12 +16,13 @@ from ...engines.decoder import Decoder
 from ...engines.pair import DTYPES
 from ..bench.record import device_name, machine, rounded, versions
 from .comparison import overall
-from .evaluation import DraftMemory, Evaluator, Summary, summaries
+from .evaluation import DraftMemory, Evaluator
 from .rows import Rows, pretraining_rows, tuning_rows
 from .samples import Sample
 from .schedule import Schedule
 from .settings import TrainSettings
 from .sources import Source
+from .summary import Summary, summaries
 from .training import StepReport, Trainer
 
 PRETRAIN, SFT = "pretrain", "sft"

@@ -14,11 +14,12 @@ from ...engines.decoder import Decoder
 from ...engines.engine_folder import file_sha256
 from ...plugins.slot_attention.rule import MemoryRule
 from ..bench.record import Record, device_name, new_card, rounded
-from .evaluation import DraftMemory, Evaluator, KeptOutcomes, Summary, summaries
+from .evaluation import DraftMemory, Evaluator, KeptOutcomes
 from .journal import Journal
 from .samples import DataError, Sample
 from .snapkv import SnapKV
 from .spread import beside_windows
+from .summary import Summary, summaries
 
 SNAPKV_SHARE = 8  # the paper's 4,096 entries of 32K, scaled to shorter prefixes
 

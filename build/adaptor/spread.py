@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..bench.record import rounded
-from .evaluation import Summary
+from .summary import Summary
 
 RESAMPLES = 2000
 LIMITS = (2.5, 97.5)  # percent

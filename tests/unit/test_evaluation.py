@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from masw.build.adaptor.comparison import Comparison, compare, overall
-from masw.build.adaptor.evaluation import (
-    DraftMemory,
-    Evaluator,
-    Summary,
-    count_iterations,
-    summarise,
-)
+from masw.build.adaptor.evaluation import DraftMemory, Evaluator, Outcome
 from masw.build.adaptor.family import Family, families
 from masw.build.adaptor.samples import DataError, Sample
 from masw.build.adaptor.snapkv import SnapKV
 from masw.build.adaptor.spread import beside_windows
+from masw.build.adaptor.summary import Summary, count_iterations, summarise
 from masw.engines.draft import TorchDraft
 from masw.engines.local import generate_all
 from masw.engines.speculative import GenerationRequest, LoopSettings
@@ -257,8 +252,6 @@ def test_samples_without_or_with_too_long_answers_are_refused(decoder):
 
 
 def test_summary_adds_tokens_and_iterations_of_all_samples():
-    from masw.build.adaptor.evaluation import Outcome
-
     outcomes = [Outcome((True,) * 12), Outcome((False,) * 4)]
     summary = summarise("k", 9, DraftMemory("m", MemoryRule.full(9)), outcomes, 5, 12)
     assert (summary.tokens, summary.iterations) == (16, 2 + 4)
