@@ -1,0 +1,93 @@
+"""`masw-train prompts` and `answers`: texts to train on and to evaluate with."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..engines.engine_folder import file_sha256
+from ..engines.pair import DTYPES
+from ..engines.recipes import EMBEDDED
+from ..engines.text import TextCodec
+from .adaptor.journal import Journal
+from .adaptor.prompts import CODE, TEXT, PromptMaker, read_meetings, read_texts
+from .adaptor.samples import Sample, read_samples, write_samples
+from .bench.record import progress
+from .options import numbers
+from .target_folder import model_fingerprint
+from .train_options import Device, Dtype, Model, Numbers, failures, model_folder, say
+
+
+def prompts(
+    out: Annotated[Path, typer.Argument(help="JSON lines file to write.")],
+    meetings: Annotated[Path | None, typer.Option(help="QMSum-style JSONL.")] = None,
+    code: Annotated[
+        Path | None, typer.Option(help="Folder of Python files; default the standard library.")
+    ] = None,
+    text: Annotated[list[Path] | None, typer.Option(help="Plain text file, repeatable.")] = None,
+    prefixes: Numbers = "2048,4096",
+    count: Annotated[int, typer.Option(min=1, help="Prompts per kind and prefix.")] = 8,
+    random_start: Annotated[bool, typer.Option(help="Cut documents at random places.")] = False,
+    seed: int = 0,
+    model: Model = EMBEDDED,
+) -> None:
+    """Writes prompts: summaries and exact quotes of meetings, continuations of code and text."""
+    with failures():
+        codec, found = TextCodec(model_folder(model)), []
+        read = read_meetings(meetings) if meetings else []
+        if code is not None and not code.is_dir():
+            raise ValueError(f"code is {code}; it must be a folder of Python files")
+        files = standard_library() if code is None else sorted(code.rglob("*.py"))
+        for prefix in numbers(prefixes):
+            maker = PromptMaker(codec, prefix, seed, random_start)
+            kinds = [maker.continuations(read_texts(files), CODE)]
+            kinds += [maker.summaries(read), maker.quotes(read)] if read else []
+            kinds += [maker.continuations(read_texts(text), TEXT)] if text else []
+            for kind in kinds:
+                found += islice(kind, count)
+        write_samples(out, found)
+        say(f"{len(found)} prompts in {out}")
+
+
+def answers(
+    prompts: Annotated[Path, typer.Argument(help="What `masw-train prompts` wrote.")],
+    out: Annotated[Path, typer.Argument(help="JSON lines file to write.")],
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    model: Model = EMBEDDED,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+) -> None:
+    """Adds the model's own greedy answers to prompts: what drafts are compared with.
+
+    Answers are kept in OUT.journal as they come, so that the same command resumes.
+    """
+    from .adaptor.answers import Answerer, by_length
+
+    with failures():
+        order, folder = by_length(read_samples(prompts)), model_folder(model)
+        belongs = {"prompts": file_sha256(prompts), "model": model_fingerprint(folder)}
+        belongs |= {"max_tokens": max_tokens, "dtype": dtype}
+        journal = Journal(out.with_name(out.name + ".journal"), belongs)
+        left = order[len(journal.rows) :]
+        answerer = Answerer(folder, DTYPES[dtype], device)
+        with progress(-(-len(left) // batch_size)) as tick:
+            for batch in answerer.run(left, max_tokens, batch_size):
+                for sample in batch:
+                    journal.append(asdict(sample))
+                tick(f"{len(journal.rows)} of {len(order)} answers")
+        write_samples(out, (Sample(**row) for row in journal.rows))
+        journal.path.unlink()
+
+
+def standard_library() -> list[Path]:
+    """Python's own modules in an order that does not follow their names."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in folder.glob("*.py") if not path.name.startswith("_")]
+    return sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).hexdigest())
