@@ -15,7 +15,7 @@ from .adaptor.ablation import Laboratory, read_arms
 from .adaptor.samples import read_samples
 from .adaptor.sources import Source
 from .bench.record import emit, progress
-from .options import numbers
+from .options import numbers, words
 from .train_options import Device, Dtype, Model, Numbers, failures, model_folder, say
 
 
@@ -79,6 +79,7 @@ def ablate(
     sft_data: Annotated[list[str], typer.Option(help="Data of stage sft, NAME=PATH.")],
     pretrain_data: Annotated[list[str], typer.Option(help="Data of stage pretrain.")],
     groups: Annotated[str, typer.Option(help="Groups of arms by comma; none = all.")] = "",
+    arms: Annotated[str, typer.Option(help="Names of arms by comma; none = all.")] = "",
     lengths: Numbers = "2304",
     batch_tokens: int = 9216,
     micro_tokens: int = 2304,
@@ -99,7 +100,7 @@ def ablate(
             "steps": steps,
             "dtype": dtype,
         }
-        arms = read_arms(base, tuple(g.strip() for g in groups.split(",") if g.strip()))
+        chosen = read_arms(base, words(groups), words(arms))
         laboratory = Laboratory(
             model_folder(model),
             [Source.parse(text) for text in pretrain_data],
@@ -108,7 +109,7 @@ def ablate(
             device,
             max_tokens=max_tokens,
         )
-        for result in laboratory.run(arms, out, say):
+        for result in laboratory.run(chosen, out, say):
             typer.echo(f"{result['group']}: {result['name']}: {result['tok_iter']}")
 
 

@@ -17,5 +17,5 @@ def numbers(text: str, least: int = 1) -> tuple[int, ...]:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Words separated by commas."""
-    return tuple(part.strip() for part in text.split(","))
+    """Words separated by commas; none of an empty text."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

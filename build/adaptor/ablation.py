@@ -44,19 +44,29 @@ class Arm:
         return json.dumps([asdict(self.settings), self.stages], sort_keys=True)
 
 
-def read_arms(base: dict[str, Any], groups: Sequence[str] = ()) -> list[Arm]:
-    """The shipped arms on top of `base`; `groups` () means all. Raises ValueError by name."""
+def read_arms(
+    base: dict[str, Any], groups: Sequence[str] = (), names: Sequence[str] = ()
+) -> list[Arm]:
+    """The shipped arms on top of `base`, of these groups and names; () means all.
+
+    Raises ValueError for a group or a name that there is not.
+    """
     text = importlib.resources.files(__package__).joinpath("ablations.yaml").read_text()
     plan = yaml.safe_load(text)
     unknown = set(groups) - plan["groups"].keys()
     if unknown:
         raise ValueError(f"groups has {sorted(unknown)[0]!r}; known: {', '.join(plan['groups'])}")
-    return [
+    arms = [
         _arm(group, name, plan["base"] | base | differs)
-        for group, arms in plan["groups"].items()
+        for group, named in plan["groups"].items()
         if not groups or group in groups
-        for name, differs in arms.items()
+        for name, differs in named.items()
     ]
+    known = list(dict.fromkeys(arm.name for arm in arms))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"arms has {name!r}; known: {', '.join(known)}")
+    return [arm for arm in arms if not names or arm.name in names]
 
 
 def _arm(group: str, name: str, values: dict[str, Any]) -> Arm:

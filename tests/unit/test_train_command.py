@@ -251,6 +251,14 @@ def test_ablation_trains_every_arm_once_and_keeps_results(model, tmp_path):
     again = call(*command, *options)
     assert "levers: offset\n" not in again.stderr  # nothing is trained a second time
     assert again.stdout == told.stdout
+    one = call(*command, *options, "--arms", "offset, plain", "--out", tmp_path / "one")
+    assert one.stdout.splitlines() == [
+        line
+        for line in told.stdout.splitlines()
+        if line.startswith(("levers: plain:", "levers: offset:"))
+    ]
+    unknown = call(*command, *options, "--arms", "x", code=1).stderr
+    assert "arms has 'x'; known: PT, SFT, PT + SFT, plain" in unknown
     assert "groups has 'x'" in call(*command, *options[:4], "--groups", "x", code=1).stderr
 
 
