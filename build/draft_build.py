@@ -18,7 +18,7 @@ from ..engines.adaptor import Adaptor
 from ..engines.architectures import check_model_folder
 from ..engines.decoder import Decoder
 from ..engines.engine_folder import ENGINE, Builder, DraftEngine, file_sha256
-from ..engines.tensorrt_module import load_tensorrt
+from ..engines.tensorrt_module import check_name, load_tensorrt
 from ..engines.tokens import TOKENIZER, tokens_sha256
 from .bench.texts import MANUAL
 from .calibration import Calibration
@@ -31,6 +31,18 @@ from .progress import Say
 
 TIMING_CACHE = "timing.cache"
 PLUGIN, NATIVE = "plugin", "native"  # the attention of an engine
+
+
+def check_attention(module: str, attention: str) -> None:
+    """Raises ValueError for an attention that the module of TensorRT cannot build."""
+    check_name(module)
+    if attention not in (PLUGIN, NATIVE):
+        raise ValueError(f"attention is {attention!r}; use {PLUGIN} or {NATIVE}")
+    if attention == PLUGIN and module != "tensorrt":
+        raise ValueError(
+            f"attention {PLUGIN} needs module tensorrt; {module} has no such plugins: use "
+            f"--attention {NATIVE}"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,13 +61,7 @@ class DraftBuild:
     calibration: Calibration | None = None
 
     def __post_init__(self):
-        if self.attention not in (PLUGIN, NATIVE):
-            raise ValueError(f"attention is {self.attention!r}; use {PLUGIN} or {NATIVE}")
-        if self.attention == PLUGIN and self.module != "tensorrt":
-            raise ValueError(
-                f"attention {PLUGIN} needs module tensorrt; {self.module} has no such plugins: use "
-                f"--attention {NATIVE}"
-            )
+        check_attention(self.module, self.attention)
         check_model_folder(self.model)
         if self.adaptor is not None and not self.adaptor.is_file():
             raise ValueError(f"adaptor {self.adaptor} does not exist")

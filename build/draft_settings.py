@@ -15,7 +15,7 @@ from ..engines.places import Places
 from ..engines.recipe import Lane, Recipe
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from .calibration import Calibration
-from .draft_build import NATIVE, PLUGIN, DraftBuild, build_draft
+from .draft_build import NATIVE, PLUGIN, DraftBuild, build_draft, check_attention
 from .draft_plan import DraftPlan
 from .draft_scheme import NONE
 
@@ -93,6 +93,7 @@ class DraftSettings:
         """Shapes and sizes. dry_run: files that do not exist are done without."""
         if self.model is None:
             raise ValueError("give MODEL, or --recipe")
+        check_attention(self.module, self._attention)
         rule, config = self._rule(dry_run), self._config(dry_run)
         sizes = {name: getattr(self, name) for name in ("max_sequences", "max_length", "chunk")}
         io = DraftIO.of(config, rule, **sizes, dtype=self.dtype, logits=self.logits)
@@ -107,9 +108,12 @@ class DraftSettings:
             raise ValueError(
                 f"slots with r = {plan.io.rule.interval} need --adaptor (or --interval 0)"
             )
-        attention = self.attention or (PLUGIN if self.module == "tensorrt" else NATIVE)
-        what = plan, Path(self.model), self.out, self.adaptor
-        return build_draft(DraftBuild(*what, self.module, attention, self._text(plan)), say)
+        how = self.module, self._attention, self._text(plan)
+        return build_draft(DraftBuild(plan, Path(self.model), self.out, self.adaptor, *how), say)
+
+    @property
+    def _attention(self) -> str:
+        return self.attention or (PLUGIN if self.module == "tensorrt" else NATIVE)
 
     def _text(self, plan: DraftPlan) -> Calibration | None:
         if self.calibration is None:

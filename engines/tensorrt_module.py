@@ -11,10 +11,15 @@ REMEDIES = {
 }
 
 
-def load_tensorrt(name: str) -> ModuleType:
-    """The module `tensorrt` or `tensorrt_rtx`; raises ImportError with the remedy."""
+def check_name(name: str) -> None:
+    """Raises ValueError for what is no module of TensorRT."""
     if name not in REMEDIES:
         raise ValueError(f"TensorRT module is {name!r}; use one of {', '.join(REMEDIES)}")
+
+
+def load_tensorrt(name: str) -> ModuleType:
+    """The module `tensorrt` or `tensorrt_rtx`; raises ImportError with the remedy."""
+    check_name(name)
     try:
         return importlib.import_module(name)
     except ImportError as error:

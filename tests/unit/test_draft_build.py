@@ -118,6 +118,15 @@ def test_the_plan_is_one_json_object_for_machines():
         (["llama-3.1-8b", "--dry-run", "--window", "0"], "window is 0"),
         (["llama-3.1-8b", "--dry-run", "--quantization", "int8"], "'int8'; use one of none, fp8"),
         ([], "give MODEL, or --recipe"),
+        (["llama-3.1-8b", "--dry-run", "--module", "x"], "TensorRT module is 'x'; use one of"),
+        (
+            ["llama-3.1-8b", "--dry-run", "--attention", "x"],
+            "attention is 'x'; use plugin or native",
+        ),
+        (
+            ["llama-3.1-8b", "--dry-run", "--module", "tensorrt_rtx", "--attention", "plugin"],
+            "attention plugin needs module tensorrt; tensorrt_rtx has no such plugins",
+        ),
         (["--recipe", "embedded", "--dry-run"], "recipe embedded has lane cpu; only lane gpu"),
         (["--recipe", "nothing", "--dry-run"], "recipe 'nothing' does not exist"),
         (["llama-3.1-8b", "--dry-run", "--root", "x"], "root is x; it is for --recipe only"),
