@@ -47,20 +47,28 @@ def draw_all(ablations: Results, evaluations: Results, out: Path) -> list[Path]:
     for group, title in BARS.items():
         if len(groups.get(group, ())) > 1:
             drawn.append(_save(draw_bars, groups[group], out / group, title))
-    for prefix in sorted({row["prefix"] for e in evaluations for row in e["rows"]}):
-        rows = _widest(evaluations, prefix)
-        drawn.append(_save(draw_frontier, rows, out / f"frontier-{prefix}", prefix))
+    for (prefix, prompts), rows in sorted(_widest(evaluations).items()):
+        drawn.append(_save(draw_frontier, rows, out / f"frontier-{prefix}-{prompts}", prefix))
     if any(row["kl"] for e in evaluations for row in e["rows"]):
         rows = [row for e in evaluations for row in e["rows"]]
         drawn.append(_save(draw_distance, rows, out / "distance"))
     return drawn
 
 
-def _widest(evaluations: Results, prefix: int) -> list[dict]:
-    """The rows at a prefix of the evaluation that compares the most memories there, so that all
-    points of a picture have the same samples."""
-    found = [[row for row in e["rows"] if row["prefix"] == prefix] for e in evaluations]
-    return max(found, key=lambda rows: len({row["memory"] for row in rows}))
+def _widest(evaluations: Results) -> dict[tuple[int, int], list[dict]]:
+    """By prefix and number of prompts: the rows of the evaluation that compares the most memories
+    there, so that all points of a picture have the same samples."""
+    widest: dict[tuple[int, int], list[dict]] = {}
+    for evaluation in evaluations:
+        for prefix in {row["prefix"] for row in evaluation["rows"]}:
+            rows = [row for row in evaluation["rows"] if row["prefix"] == prefix]
+            key = prefix, _prompts(rows)
+            widest[key] = max(widest.get(key, []), rows, key=len)
+    return widest
+
+
+def _prompts(rows: Iterable[dict]) -> int:
+    return sum({row["kind"]: row["samples"] for row in rows}.values())
 
 
 def _save(draw, data, path: Path, *more) -> Path:
@@ -128,8 +136,7 @@ def draw_frontier(rows: Sequence[dict], prefix: int):
             axis.plot(*zip(*found, strict=True), style, label=label, markersize=size)
     if full is not None:
         axis.axhline(full[1], color="grey", linestyle=":", label="full KV")
-    samples = sum({row["kind"]: row["samples"] for row in rows}.values())
-    axis.set_title(f"prefix of {prefix} tokens, {samples} prompts")
+    axis.set_title(f"prefix of {prefix} tokens, {_prompts(rows)} prompts")
     _label(axis, "memory entries per layer", "Tok./Iter")
     return figure
 
