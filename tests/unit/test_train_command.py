@@ -274,7 +274,7 @@ def test_plots_are_drawn_from_results(model, samples, tmp_path):
     options += ["--steps", "2", "--dtype", "float32", "--out", results / "ablations"]
     call("ablate", tmp_path / "s.jsonl", *options)
     drawn = call("plot", results, tmp_path / "png").stdout.split()
-    names = {"initialisation.png", "stage.png", "frontier-310-1.png", "distance.png"}
+    names = {"initialisation.png", "stage.png", "frontier-310-2.png", "distance.png"}
     assert {path.rsplit("/", 1)[1] for path in drawn} == names
     for path in (tmp_path / "png").iterdir():
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
