@@ -10,6 +10,7 @@ from masw.build.adaptor.answers import Answerer
 from masw.build.adaptor.evaluation import Evaluator
 from masw.build.adaptor.run_folder import RunFolder
 from masw.build.adaptor.samples import Sample, read_samples, write_samples
+from masw.build.adaptor.settings import TrainSettings
 from masw.build.train import app
 from masw.engines.adaptor import Adaptor, read_adaptor
 from masw.engines.decoder import Decoder
@@ -102,6 +103,14 @@ def test_other_settings_in_the_same_folder_are_refused(model, samples, tmp_path)
     sft(model, samples, tmp_path)
     told = sft(model, samples, tmp_path, "--seed", "1", code=1).stderr
     assert "holds a run with other settings or data" in told
+
+
+def test_ranks_but_the_first_write_nothing_and_still_compare(tmp_path):
+    RunFolder(tmp_path, TrainSettings(), ["one"], writes=False)
+    assert not list(tmp_path.iterdir())
+    RunFolder(tmp_path, TrainSettings(), ["one"])
+    with pytest.raises(ValueError, match="holds a run with other settings or data"):
+        RunFolder(tmp_path, TrainSettings(), ["other"], writes=False)
 
 
 def test_training_goes_on_from_an_adaptor(model, samples, tmp_path):
