@@ -68,20 +68,20 @@ def answers(
 
     Answers are kept in OUT.journal as they come, so that the same command resumes.
     """
-    from .adaptor.answers import Answerer, by_length
+    from .adaptor.answers import Answerer
 
     with failures():
-        order, folder = by_length(read_samples(prompts)), model_folder(model)
+        samples, folder = read_samples(prompts), model_folder(model)
         belongs = {"prompts": file_sha256(prompts), "model": model_fingerprint(folder)}
         belongs |= {"max_tokens": max_tokens, "dtype": dtype}
         journal = Journal(out.with_name(out.name + ".journal"), belongs)
-        left = order[len(journal.rows) :]
+        done = len(journal.rows)
         answerer = Answerer(folder, DTYPES[dtype], device)
-        with progress(-(-len(left) // batch_size)) as tick:
-            for batch in answerer.run(left, max_tokens, batch_size):
+        with progress(-(-(len(samples) - done) // batch_size)) as tick:
+            for batch in answerer.run(samples, max_tokens, batch_size, done):
                 for sample in batch:
                     journal.append(asdict(sample))
-                tick(f"{len(journal.rows)} of {len(order)} answers")
+                tick(f"{len(journal.rows)} of {len(samples)} answers")
         write_samples(out, (Sample(**row) for row in journal.rows))
         journal.path.unlink()
 

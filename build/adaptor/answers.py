@@ -12,11 +12,6 @@ from ...engines.target import until_end
 from .samples import Sample
 
 
-def by_length(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples in the order in which they are answered: short prompts first."""
-    return sorted(samples, key=lambda sample: len(sample.prompt))
-
-
 class Answerer:
     """Greedy answers by Hugging Face's `generate`, in batches of prompts of similar length."""
 
@@ -29,11 +24,14 @@ class Answerer:
         self.end_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
 
     def run(
-        self, samples: Sequence[Sample], max_tokens: int, batch_size: int
+        self, samples: Sequence[Sample], max_tokens: int, batch_size: int, done: int = 0
     ) -> Iterator[list[Sample]]:
-        """The samples with answers of at most `max_tokens`, end id included, batch by batch."""
-        order = by_length(samples)
-        for start in range(0, len(order), batch_size):
+        """The samples with answers of at most `max_tokens`, end id included, batch by batch.
+
+        Short prompts first; done: how many of them, in this order, have their answers already.
+        """
+        order = sorted(samples, key=lambda sample: len(sample.prompt))
+        for start in range(done, len(order), batch_size):
             batch = order[start : start + batch_size]
             yield [
                 replace(sample, answer=tuple(answer))

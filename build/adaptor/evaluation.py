@@ -52,12 +52,13 @@ class DraftMemory:
 
         SnapKV chooses by the prompt, so it takes one sample at a time.
         """
-        longest = max(len(sample.ids) for sample in family.samples)
-        rule = MemoryRule.full(longest) if self.rule is None else self.rule
-        stream, alone = family_stream(rule, family, device), len(family.samples) == 1
         if self.snapkv is not None:
-            return stream, self.snapkv.attention(len(family.samples[0].prompt))
-        if rule.window == 0 and alone:
+            [sample] = family.samples
+            full = MemoryRule.full(len(sample.ids))
+            attention = self.snapkv.attention(len(sample.prompt))
+            return family_stream(full, family, device), attention
+        stream = family_stream(self.rule, family, device)
+        if self.rule.window == 0 and len(family.samples) == 1:
             return stream, causal_attention
         return stream, ChunkedAttention(stream.block, stream.branch)
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 
@@ -35,7 +36,7 @@ class Sample:
         """Prompt and answer."""
         return self.prompt + self.answer
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hash of kind, prefix, prompt and answer."""
         content = (self.kind, self.prefix, self.prompt, self.answer)

@@ -36,8 +36,10 @@ def _means(rows: Sequence[Summary]) -> dict[str, np.ndarray]:
     sums: dict[str, np.ndarray] = {}
     kinds = sorted({row.kind for row in rows})
     for number, kind in enumerate(kinds):
-        for row in (row for row in rows if row.kind == kind):
-            totals = np.array(row.each)[_draws(row.samples, number)].sum(1)
+        of_kind = [row for row in rows if row.kind == kind]
+        draws = _draws(of_kind[0].samples, number)
+        for row in of_kind:
+            totals = np.array(row.each)[draws].sum(1)
             sums[row.memory] = sums.get(row.memory, 0) + totals[:, 0] / totals[:, 1] / len(kinds)
     return sums
 
