@@ -21,6 +21,7 @@ from ...plugins.slot_attention.reference import lifetimes, visible
 from ...plugins.slot_attention.rule import RAW, SLOT, MemoryRule
 
 CHUNK = 256  # raw queries per chunk
+BLOCK = 128  # queries and keys of a block that FlexAttention skips or computes
 
 
 def stream_block(rule: MemoryRule, ids: Tensor) -> Block:
@@ -101,12 +102,7 @@ class FlexAttention:
     """Compiled block-sparse attention of a stream block on a CUDA device, with gradients."""
 
     def __init__(self, block: Block):
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        total = block.times.shape[1]
-        self.mask = create_block_mask(
-            visibility_function(block), None, None, total, total, device=block.times.device
-        )
+        self.mask = sparse_mask(visibility_function(block), block.times[0])
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _compiled_flex_attention()(q, k, v, block_mask=self.mask, enable_gqa=True)
@@ -121,6 +117,36 @@ def visibility_function(block: Block):
         return visible(times[query], birth[key], expiry[key]) | (query == key)
 
     return sees
+
+
+def sparse_mask(sees, times: Tensor):
+    """FlexAttention's BlockMask of the mask function `sees` over positions like times (N,).
+
+    The same as torch's create_block_mask, which makes the N x N mask on the way, but in memory that
+    grows with N: one row of blocks at a time.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    total, places = len(times), torch.arange(len(times), device=times.device)
+    padding, counts = -total % BLOCK, []
+    for queries in places.split(BLOCK):
+        mask = sees(None, None, queries[:, None], places)  # (up to BLOCK, N)
+        counts.append(F.pad(mask.sum(0), (0, padding)).unflatten(0, (-1, BLOCK)).sum(1))
+    seen = torch.stack(counts)  # (N / BLOCK, N / BLOCK): pairs that see each other
+    whole = seen == BLOCK * BLOCK
+    return BlockMask.from_kv_blocks(
+        *_ordered((seen > 0) & ~whole),
+        *_ordered(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(total, total),
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of blocks (Q, K) bool: how many each row has, (1, 1, Q), and their order, (1, 1, Q, K)."""
+    order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1).int()[None, None], order.int()[None, None]
 
 
 @cache

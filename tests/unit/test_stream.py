@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from masw.build.adaptor.stream import (
+    BLOCK,
     ChunkedAttention,
     FlexAttention,
     causal_attention,
+    sparse_mask,
     stream_attention,
     stream_block,
     visibility_function,
@@ -63,6 +65,30 @@ def test_flex_mask_is_the_dense_oracle_mask(case):
     attention = FlexAttention(block)
     out = flex_attention(q, k, v, block_mask=attention.mask, enable_gqa=True)
     torch.testing.assert_close(out, plain(q, k, v, mask))
+
+
+@pytest.mark.parametrize("length", [100, 128, 700])  # less than a block, one, several
+def test_the_sparse_mask_is_that_of_torch_without_a_square_mask(length):
+    ids = torch.zeros((1, length), dtype=torch.int64)
+    block = stream_block(MemoryRule(130, 20, interval=8), ids)
+    total, sees, asked = block.times.shape[1], visibility_function(block), []
+
+    def watched(batch, head, query, key):
+        found = sees(batch, head, query, key)
+        asked.append(found.numel())
+        return found
+
+    found = sparse_mask(watched, block.times[0])
+    assert max(asked) <= BLOCK * total
+    expected = create_block_mask(sees, None, None, total, total, device="cpu")
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert found.shape == expected.shape
+    for name in (
+        *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+        *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+    ):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert bool(found.full_kv_num_blocks.any()) == (length == 700)
 
 
 @pytest.mark.gpu
