@@ -2,45 +2,89 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .samples import DataError, read_rows
+from .samples import DataError
 
 
 class Journal:
     """A JSON lines file: what the results belong to, then one result a line.
 
     path: made if it is not there; its results are then in `rows`, and a line that a kill cut short
-    is dropped. belongs: settings that decide the results, JSON-ready. Raises DataError naming what
-    differs if the file was begun with other settings.
+    is dropped. belongs: settings that decide the results, JSON-ready. alone: no other process may
+    use the file meanwhile; otherwise several may add to it at once. Raises DataError, and leaves
+    the file as it is, if it is no journal, was begun with other settings (named) or is in use.
     """
 
-    def __init__(self, path: Path, belongs: dict[str, Any]):
-        self.path, belongs = path, json.loads(json.dumps(belongs))
-        if path.is_file():
-            self._drop_unfinished_line()
-        found = [row for row, _ in read_rows(path)] if path.is_file() else []
-        if not found:
-            path.write_text(_line(belongs), encoding="utf-8")
-        elif found[0] != belongs:
-            keys = sorted(found[0].keys() | belongs.keys())
-            differ = [key for key in keys if found[0].get(key) != belongs.get(key)]
-            raise DataError(f"{path} was begun with other settings ({', '.join(differ)})")
-        self.rows: list[dict[str, Any]] = found[1:]
+    def __init__(self, path: Path, belongs: dict[str, Any], alone: bool = False):
+        if path.suffix == ".gz":
+            raise DataError(f"{path} is kept as plain JSON lines; give a name without .gz")
+        self.path, self._alone = path, alone
+        self._file = path.open("a+b")
+        if alone:
+            self._take()
+        with self._locked():
+            self.rows: list[dict[str, Any]] = self._begun(json.loads(json.dumps(belongs)))
 
     def append(self, row: dict[str, Any]) -> None:
         """Adds a result, to the file at once."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(row))
+        with self._locked():
+            self._write(row)
         self.rows.append(row)
 
-    def _drop_unfinished_line(self) -> None:
-        content = self.path.read_bytes()
-        if not content.endswith(b"\n"):
-            self.path.write_bytes(content[: content.rfind(b"\n") + 1])
+    def _begun(self, belongs: dict[str, Any]) -> list[dict[str, Any]]:
+        """The results in the file; makes it a journal where it is empty."""
+        self._file.seek(0)
+        content = self._file.read()
+        if not content:
+            self._write(belongs)
+            return []
+        whole = content[: content.rfind(b"\n") + 1]
+        found = self._parsed(whole)
+        if differ := differing(found[0], belongs):
+            raise DataError(f"{self.path} was begun with other settings ({', '.join(differ)})")
+        self._file.truncate(len(whole))
+        return found[1:]
+
+    def _parsed(self, content: bytes) -> list[dict[str, Any]]:
+        try:
+            rows = [json.loads(line) for line in content.splitlines()]
+        except ValueError:
+            rows = []
+        if not rows or not all(isinstance(row, dict) for row in rows):
+            raise DataError(f"{self.path} holds something else than this command's results")
+        return rows
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{self.path} is in use: the same command runs already") from None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Only this process reads and writes meanwhile."""
+        if self._alone:
+            yield
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row, separators=(",", ":")) + "\n"
+def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Names of what two sets of settings do not share, in order."""
+    absent = object()
+    names = sorted(found.keys() | wanted.keys())
+    return [name for name in names if found.get(name, absent) != wanted.get(name, absent)]
