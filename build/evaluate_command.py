@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,8 @@ from .bench.record import emit, progress
 from .options import numbers, words
 from .train_options import Device, Dtype, Model, Numbers, failures, model_folder, say
 
+PerKind = Annotated[int, typer.Option(min=0, help="Samples per kind and prefix; 0 = all.")]
+
 
 def evaluate(
     samples: Annotated[Path, typer.Argument(help="What `masw-train answers` wrote.")],
@@ -31,13 +34,14 @@ def evaluate(
     equal: Annotated[
         str, typer.Option(help="Windows with as many entries as slots of these intervals.")
     ] = "8,4",
+    window: Annotated[int, typer.Option(min=1, help="W beside the slots of --equal.")] = 128,
     windows: Annotated[str, typer.Option(help="Further windows, by entries.")] = "",
     swa: Annotated[str, typer.Option(help="Sliding windows without a sink.")] = "1024",
     snapkv: Annotated[bool, typer.Option(help="SnapKV, one eighth of the prefix.")] = True,
     sink: Annotated[int, typer.Option(help="Sink of windows and untrained copies.")] = 128,
     draft_tokens: Annotated[int, typer.Option(min=1)] = 5,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    per_kind: Annotated[int, typer.Option(help="Samples per kind and prefix; 0 = all.")] = 0,
+    per_kind: PerKind = 0,
     prefixes: Annotated[str, typer.Option(help="Only these prefixes; none = all.")] = "",
     distances: Annotated[bool, typer.Option(help="NLL and KL by distance as well.")] = True,
     outcomes: Annotated[
@@ -50,9 +54,8 @@ def evaluate(
 ) -> None:
     """Tok./Iter of draft memories, exact for greedy decoding, from one forward each."""
     with failures():
-        named = [text.partition("=") for text in adaptor or []]
         comparison = comparing.Comparison(
-            adaptors={name: Path(path) for name, _, path in named},
+            adaptors=files_of(adaptor or []),
             transferred=tuples_of(transferred, "S:W:r"),
             untrained=tuples_of(untrained, "W:r"),
             equal=numbers(equal, least=0),
@@ -60,13 +63,14 @@ def evaluate(
             swa=numbers(swa, least=0),
             snapkv=snapkv,
             sink=sink,
+            window=window,
             draft_tokens=draft_tokens,
             max_tokens=max_tokens,
         )
-        decoder = Decoder.load(model_folder(model), DTYPES[dtype], device)
         chosen = comparing.first_of_each(
             read_samples(samples), per_kind, numbers(prefixes, least=0)
         )
+        decoder = Decoder.load(model_folder(model), DTYPES[dtype], device)
         with progress(len(chosen)) as tick:
             summaries = comparing.compare(comparison, decoder, chosen, tick, distances, outcomes)
         record = comparing.record(comparison, dtype, device, summaries)
@@ -85,7 +89,7 @@ def ablate(
     micro_tokens: int = 2304,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps per arm.")] = 60,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    per_kind: Annotated[int, typer.Option(help="Samples per kind and prefix.")] = 8,
+    per_kind: PerKind = 8,
     prefixes: Annotated[str, typer.Option(help="Only these prefixes; none = all.")] = "",
     model: Model = EMBEDDED,
     dtype: Dtype = "bfloat16",
@@ -123,6 +127,19 @@ def plot(
 
         for path in draw_all(read_results(results / "ablations"), read_results(results), out):
             typer.echo(str(path))
+
+
+def files_of(texts: Sequence[str]) -> dict[str, Path]:
+    """Files by name, each one written NAME=FILE."""
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise typer.BadParameter(f"{text!r}: give NAME=FILE")
+        if name in found:
+            raise typer.BadParameter(f"{text!r}: there is another {name!r}; give each its own name")
+        found[name] = Path(path)
+    return found
 
 
 def tuples_of(text: str, form: str) -> tuple[tuple[int, ...], ...]:

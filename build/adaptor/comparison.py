@@ -30,9 +30,9 @@ class Comparison:
 
     adaptors: trained files, by the name to show. transferred: (S, W, r) of memories in which every
     adaptor is tried as it is, beside the one it was trained for. untrained: (W, r) of untrained
-    copies. equal: slot intervals whose entries a sink + window memory gets. windows: other sink +
-    window memories, by entries. swa: plain sliding windows without a sink. sink: of all memories
-    but the adaptors'.
+    copies. equal: slot intervals whose entries, beside `window` of W, a sink + window memory gets.
+    windows: other sink + window memories, by entries. swa: plain sliding windows without a sink.
+    sink: of all memories but the adaptors'.
     """
 
     adaptors: dict[str, Path]
@@ -49,7 +49,10 @@ class Comparison:
 
 
 def memories(comparison: Comparison, decoder: Decoder, prefix: int) -> list[DraftMemory]:
-    """All memories of a comparison at one prefix length, full KV first."""
+    """All memories of a comparison at one prefix length, full KV first.
+
+    Raises ValueError where two would have the same name.
+    """
     c = comparison
     found = [DraftMemory("full", MemoryRule.full(decoder.config.max_positions))]
     found += [_window(f"window = r{r}", _slot_entries(c, r, prefix), c.sink) for r in c.equal]
@@ -62,6 +65,9 @@ def memories(comparison: Comparison, decoder: Decoder, prefix: int) -> list[Draf
     for name, path in c.adaptors.items():
         found.append(trained := _trained(name, path, decoder))
         found += [_transferred(trained, *memory) for memory in c.transferred]
+    for name, count in Counter(memory.name for memory in found).items():
+        if count > 1:
+            raise ValueError(f"{count} memories are named {name!r}; give each a name of its own")
     return found
 
 
@@ -94,6 +100,27 @@ def _transferred(trained: DraftMemory, sink: int, window: int, interval: int) ->
     return DraftMemory(name, rule, trained.adaptor)
 
 
+def check_samples(samples: Sequence[Sample], max_tokens: int, max_positions: int) -> None:
+    """Raises DataError if there are no samples, or for one, by its name, that has no Tok./Iter."""
+    if not samples:
+        raise DataError("there are no samples; the file is empty")
+    for sample in samples:
+        if wrong := _unusable(sample, max_tokens, max_positions):
+            raise DataError(f"sample {sample.name!r} {wrong}")
+
+
+def _unusable(sample: Sample, max_tokens: int, max_positions: int) -> str | None:
+    if sample.prefix < 1:
+        return f"has prefix {sample.prefix}; it must be 1 or more"
+    if not sample.answer:
+        return "has no answer; run `masw-train answers`"
+    if len(sample.answer) > max_tokens:
+        return f"has an answer of {len(sample.answer)} tokens; max_tokens is {max_tokens}"
+    if len(sample.ids) > max_positions:
+        return f"and its answer have {len(sample.ids)} tokens; the model takes {max_positions}"
+    return None
+
+
 def compare(
     comparison: Comparison,
     decoder: Decoder,
@@ -104,16 +131,11 @@ def compare(
 ) -> list[Summary]:
     """Runs every memory over every sample; one summary per prefix, kind and memory.
 
-    kept: file of every sample's outcome; those it holds are not made again.
+    kept: file of every sample's outcome; those it holds are not made again. Raises ValueError for
+    samples and memories that cannot be compared, before any forward.
     """
-    for sample in samples:
-        if not sample.answer:
-            raise DataError(f"sample {sample.name!r} has no answer; run `masw-train answers`")
-        if len(sample.answer) > comparison.max_tokens:
-            raise DataError(
-                f"sample {sample.name!r} has an answer of {len(sample.answer)} tokens; "
-                f"max_tokens is {comparison.max_tokens}"
-            )
+    check_samples(samples, comparison.max_tokens, decoder.config.max_positions)
+    memories(comparison, decoder, samples[0].prefix)  # what it refuses must not begin a file
     limits = comparison.draft_tokens, comparison.max_tokens
     evaluator = Evaluator(decoder, distances)
     if kept is not None:
@@ -150,7 +172,14 @@ def overall(rows: Sequence[Summary]) -> dict[str, dict[str, float]]:
 def first_of_each(
     samples: Sequence[Sample], count: int, prefixes: Sequence[int] = ()
 ) -> list[Sample]:
-    """The first `count` samples of each kind and prefix; 0 and () mean all of them."""
+    """The first `count` samples of each kind and prefix; 0 and () mean all of them.
+
+    Raises DataError, naming what there is, for a prefix that no sample has.
+    """
+    for prefix in sorted(set(prefixes) - {sample.prefix for sample in samples}):
+        there = sorted({(sample.prefix, sample.kind) for sample in samples})
+        known = ", ".join(f"{at} ({kind})" for at, kind in there)
+        raise DataError(f"prefixes has {prefix}; the samples have {known or 'none'}")
     seen: Counter = Counter()
     chosen = []
     for sample in samples:

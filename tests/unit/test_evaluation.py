@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from masw.build.adaptor.comparison import Comparison, compare, overall
+from masw.build.adaptor.comparison import Comparison, compare, first_of_each, overall
 from masw.build.adaptor.evaluation import DraftMemory, Evaluator, Outcome
 from masw.build.adaptor.family import Family, families
 from masw.build.adaptor.samples import DataError, Sample
@@ -240,15 +240,51 @@ def test_a_transferred_adaptor_counts_as_one_made_for_that_memory(decoder, tmp_p
     assert moved == kept["b"] and moved.nll != kept["a"].nll
 
 
-def test_samples_without_or_with_too_long_answers_are_refused(decoder):
-    comparison = Comparison({}, max_tokens=4)
-    for answer, message in (
-        ((), "has no answer"),
-        (range(5), "answer of 5 tokens; max_tokens is 4"),
-    ):
-        sample = Sample((1, 2), tuple(answer), name="n")
-        with pytest.raises(DataError, match=message):
-            compare(comparison, decoder("llama"), [sample], lambda text: None)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": ()}, "sample 'n' has no answer"),
+        ({"answer": range(5)}, "sample 'n' has an answer of 5 tokens; max_tokens is 4"),
+        ({"prefix": 0}, "sample 'n' has prefix 0; it must be 1 or more"),
+        (
+            {"prompt": (1,) * (MAX_POSITIONS - 2)},
+            f"have {MAX_POSITIONS + 1} tokens; the model takes {MAX_POSITIONS}",
+        ),
+    ],
+)
+def test_samples_that_have_no_tok_iter_are_refused(decoder, change, message):
+    sample = replace(Sample((1, 2), (3, 4, 5), prefix=2, name="n"), **change)
+    with pytest.raises(DataError, match=message):
+        compare(Comparison({}, max_tokens=4), decoder("llama"), [sample], lambda text: None)
+
+
+def test_nothing_to_compare_is_refused(decoder):
+    with pytest.raises(DataError, match="there are no samples"):
+        compare(Comparison({}), decoder("llama"), [], lambda text: None)
+    samples = [Sample((1, 2), (3,), kind, 2) for kind in ("x", "y")]
+    with pytest.raises(DataError, match=r"prefixes has 9999; the samples have 2 \(x\), 2 \(y\)"):
+        first_of_each(samples, 0, (2, 9999))
+    assert first_of_each(samples, 0, (2,)) == samples
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"windows": (40, 40)}, "window-40"),
+        ({"adaptors": {"full": "a.safetensors"}}, "full"),
+        ({"adaptors": {"swa-32": "a.safetensors"}}, "swa-32"),
+    ],
+)
+def test_memories_of_one_name_are_refused_before_any_forward(decoder, tmp_path, change, name):
+    model = decoder("llama")
+    adaptor = random_adaptor(model, MemoryRule(8, 16, 16, 4, "evicted"), trained=True)
+    adaptor.save(tmp_path / "a.safetensors")
+    files = {key: tmp_path / path for key, path in change.get("adaptors", {}).items()}
+    comparison = replace(Comparison({}, swa=(32,)), **change | {"adaptors": files})
+    sample, kept = Sample((1, 2), (3,), "x", 2), tmp_path / "outcomes.jsonl"
+    with pytest.raises(ValueError, match=f"2 memories are named '{name}'"):
+        compare(comparison, model, [sample], pytest.fail, kept=kept)
+    assert not kept.exists()
 
 
 def test_summary_adds_tokens_and_iterations_of_all_samples():

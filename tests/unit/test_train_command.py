@@ -240,6 +240,38 @@ def test_outcomes_of_another_evaluation_are_refused(model, samples, tmp_path):
     assert "begun with other settings (sink, snapkv)" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        (["--prefixes", "9999"], 1, "prefixes has 9999; the samples have 60 (code)"),
+        (["--per-kind", "-1"], 2, "--per-kind"),
+        (["--max-tokens", "4"], 1, "sample '0' has an answer of 9 tokens; max_tokens is 4"),
+        (["--windows", "40,40"], 1, "2 memories are named 'window-40'"),
+        (["--dtype", "fp32"], 2, "none of float32, bfloat16, float16"),
+        (["--adaptor", "x.safetensors"], 2, "give NAME=FILE"),
+        (["--adaptor", "=x"], 2, "give NAME=FILE"),
+        (["--adaptor", "a=x", "--adaptor", "a=y"], 2, "there is another 'a'"),
+    ],
+)
+def test_evaluations_that_tell_nothing_are_refused(model, samples, tmp_path, change, code, message):
+    kept = tmp_path / "e.json"
+    refused = call("evaluate", samples, "--model", model, "--json", kept, *change, code=code)
+    assert message in refused.stderr and not refused.stdout and not kept.exists()
+
+
+def test_an_evaluation_of_no_samples_is_refused(model, tmp_path):
+    write_samples(tmp_path / "s.jsonl", [])
+    told = call("evaluate", tmp_path / "s.jsonl", "--model", model, code=1).stderr
+    assert "there are no samples" in told
+
+
+def test_the_window_beside_equal_slots_is_an_option(model, samples):
+    options = ["--model", model, "--equal", "4", "--sink", "8", "--untrained", "", "--swa", ""]
+    rows = rows_of(call("evaluate", samples, *options, "--no-snapkv", "--window", "16"))
+    entries = {row["memory"]: row["entries"] for row in rows}
+    assert entries == {"full": 60, "window = r4": 8 + 16 + (60 - 8) // 4}
+
+
 def test_ablation_trains_every_arm_once_and_keeps_results(model, tmp_path):
     ids = [random_ids(320, seed) for seed in range(4)]
     write_samples(tmp_path / "s.jsonl", [Sample(i[:310], i[310:], "code", 310) for i in ids])
