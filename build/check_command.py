@@ -48,7 +48,7 @@ def check(
     The exit code is 0 when nothing failed, 1 otherwise. Checks that this machine cannot make are
     "unknown" and do not count. With the three measured numbers the speedup is predicted.
     """
-    with failures():
+    with failures("masw-build"):
         stated = load_recipe(recipe)
         latencies = _latencies(stated, draft_ms, verify_ms, accepted, decode_ms)
         subject = Subject(stated, Places(root), Machine.probe(), gpu_memory, recipe)

@@ -86,7 +86,7 @@ def draft(
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON object.")] = False,
 ) -> None:
     """Builds the draft's TensorRT engine, or says what it will need (--dry-run)."""
-    with failures():
+    with failures("masw-build"):
         settings = _settings(context, recipe, root)
         plan = settings.plan(dry_run)
         _show(plan, as_json)

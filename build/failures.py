@@ -1,4 +1,4 @@
-"""How the commands of `masw-build` end when something is wrong."""
+"""How the commands of this package end when something is wrong."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ from contextlib import contextmanager
 import typer
 from safetensors import SafetensorError
 
+EXPECTED = (
+    *(ValueError, ImportError, OSError, EOFError, RuntimeError, ArithmeticError),
+    SafetensorError,
+)
+
 
 @contextmanager
-def failures() -> Iterator[None]:
-    """What keeps something from being built ends the command with one line and code 1.
+def failures(tool: str, interrupted: str = "interrupted") -> Iterator[None]:
+    """What keeps a command of `tool` from being done ends it with one line and code 1.
 
-    SIGTERM is like Ctrl-C meanwhile: what has begun is cleaned up.
+    SIGTERM is like Ctrl-C meanwhile: what has begun is cleaned up, the code is 130.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
-    except (ValueError, ImportError, OSError, RuntimeError, SafetensorError) as error:
-        typer.echo(f"masw-build: {error}", err=True)
+    except EXPECTED as error:
+        typer.echo(f"{tool}: {error}", err=True)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"{tool}: {interrupted}", err=True)
+        raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -30,7 +30,7 @@ def launch(
     ] = False,
 ) -> None:
     """Prints the command that starts a recipe's repository; it starts nothing."""
-    with failures():
+    with failures("masw-build"):
         place = (repository or Places(root).repository).absolute()
         plan = launch_plan(load_recipe(recipe), place, mode, host, tritonserver)
     typer.echo(json.dumps(plan.as_dict()) if as_json else plan.shell())

@@ -17,13 +17,11 @@ import torch
 import typer
 
 from ..clients.client import DEFAULT_URL
-from ..clients.perf_analyzer import PerfAnalyzerError
 from ..engines.recipes import EMBEDDED
-from .bench.record import BenchError, emit, progress
-from .embedded_pair import ModelPreparationError
+from .bench.record import emit, progress
+from .failures import failures
 from .options import numbers, words
 from .serve import prepare
-from .triton_install import ServerError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -56,26 +54,6 @@ def usage() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-@contextmanager
-def failures() -> Iterator[None]:
-    """What keeps a measurement from being made ends the command with one line and code 1."""
-    try:
-        yield
-    except (
-        BenchError,
-        ModelPreparationError,
-        ServerError,
-        PerfAnalyzerError,
-        ValueError,
-        OSError,
-    ) as error:
-        typer.echo(f"masw-perf: {error}", err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        typer.echo("masw-perf: interrupted", err=True)
-        raise typer.Exit(130) from None
-
-
 @app.command()
 def draft_step(
     recipe: Recipe = EMBEDDED,
@@ -104,7 +82,7 @@ def draft_step(
     """
     from .bench import draft_step as bench
 
-    with failures():
+    with failures("masw-perf"):
         _use(threads)
         with usage():
             if device != "cpu" and shape is None:
@@ -139,7 +117,7 @@ def kernel(
     """Time and bandwidth of the slot-attention kernels on a CUDA device, beside torch's SDPA."""
     from .bench import kernel as bench
 
-    with failures():
+    with failures("masw-perf"):
         with usage():
             settings = bench.KernelSettings(
                 words(shapes),
@@ -181,7 +159,7 @@ def speedup(
     from .bench import speedup as bench
     from .bench.texts import build_prompts
 
-    with failures():
+    with failures("masw-perf"):
         with usage():
             settings = bench.SpeedSettings(
                 numbers(prefixes), new_tokens, prompts, draft_tokens, words(modes), pairs
@@ -231,7 +209,7 @@ def serve(
     def say(text: str) -> None:
         typer.echo(text, err=True)
 
-    with failures():
+    with failures("masw-perf"):
         with usage():
             lengths = [None if word == "default" else word for word in words(draft_tokens)]
             lengths = tuple(word if word is None else numbers(word)[0] for word in lengths)

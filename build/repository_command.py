@@ -36,7 +36,7 @@ def repository(
 
     Files that are not there yet are named; the layout is complete without them.
     """
-    with failures():
+    with failures("masw-build"):
         stated = load_recipe(recipe)
         layout = lay_out(stated, Places(root), out, decoupled)
         plan = launch_plan(stated, layout.repository.absolute())

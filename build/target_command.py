@@ -60,7 +60,7 @@ def target(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Builds the target's checkpoint and engines, or says what they will be (--config-only)."""
-    with failures():
+    with failures("masw-build"):
         plan = TargetPlan(load_recipe(recipe))
         text = None
         if calibration is not None:

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from ..engines.pair import DTYPES
 from ..engines.recipes import EMBEDDED
 from .embedded_pair import embedded_model
+from .failures import failures as ending
+
+
+def _known_dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}")
+    return name
+
+
+def _present_device(name: str) -> str:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise typer.BadParameter(f"{name!r} is no device; use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter(f"{name!r}: torch {torch.__version__} finds no CUDA device here")
+    return name
+
 
 Model = Annotated[str, typer.Option(help="'embedded' or a Hugging Face model folder.")]
-Device = Annotated[str, typer.Option(help="'cpu' or 'cuda'.")]
-Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")]
+Device = Annotated[str, typer.Option(help="'cpu' or 'cuda'.", callback=_present_device)]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.", callback=_known_dtype)]
 Numbers = Annotated[str, typer.Option(help="Whole numbers separated by commas.")]
 
 
@@ -24,17 +42,9 @@ def say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-@contextmanager
-def failures() -> Iterator[None]:
-    """What keeps a command from being done ends it with one line and code 1."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError, ArithmeticError) as error:
-        typer.echo(f"masw-train: {error}", err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        typer.echo("masw-train: interrupted; the same command resumes", err=True)
-        raise typer.Exit(130) from None
+def failures() -> AbstractContextManager[None]:
+    """How the commands of `masw-train` end when something is wrong."""
+    return ending("masw-train", "interrupted; the same command resumes")
 
 
 def model_folder(model: str) -> Path:

@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -201,9 +202,10 @@ def _runs(pid):
 def test_sigterm_ends_a_command_like_ctrl_c():
     """What `docker stop` sends: the build's own clean-up runs, and the old handler is back."""
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), failures():
+    with pytest.raises(typer.Exit) as end, failures("masw-build"):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
+    assert end.value.exit_code == 130
     assert signal.getsignal(signal.SIGTERM) == before
 
 
