@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +21,7 @@ from ...engines.pair import DTYPES
 from ...engines.text import TextCodec
 from ..bench.record import device_name
 from ..progress import Say
+from ..target_folder import model_fingerprint
 from .rows import Rows, pretraining_rows, tuning_rows
 from .run_folder import RunFolder
 from .schedule import Schedule
@@ -34,6 +37,7 @@ class Run:
     """What a run reads and writes. tuning: questions and answers instead of packed documents.
 
     start: adaptor to go on from. target: model folder of another teacher (loss kl-target).
+    Raises ValueError for options that would have no effect, or lack another.
     """
 
     model: Path
@@ -47,27 +51,45 @@ class Run:
     save_every: int = 50
     tensorboard: bool = False
 
+    def __post_init__(self):
+        if (self.target is not None) != (self.settings.loss is Loss.TARGET):
+            raise ValueError("loss kl-target needs --target, a model folder; no other loss has one")
+        if not self.tuning and self.settings.prompt_weight != 1:
+            raise ValueError("prompt_weight is for sft: a document has no prompt")
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise ValueError("tensorboard is not installed; pip install tensorboard")
+
+    def inputs(self) -> dict[str, Any]:
+        """What decides the outcome beside the settings: the stage, and digests of all that is read.
+
+        Hub datasets are known by name only.
+        """
+        return {
+            "stage": "sft" if self.tuning else "pretrain",
+            "model": model_fingerprint(self.model),
+            "data": [[str(source), file_sha256(source.path)] for source in self.sources],
+            "start": file_sha256(self.start),
+            "target": self.target and model_fingerprint(self.target),
+        }
+
 
 def train(run: Run, say: Say) -> list[Path]:
     """Runs, or resumes, a training; returns the adaptor files (none on ranks but the first).
 
     Raises ValueError for settings or data that do not fit, before any step.
     """
-    with Ranks.joined(torch.device(run.device)) as ranks:
-        return _train(run, ranks, say)
+    device = Ranks.device(run.device)
+    with Ranks.joined(device) as ranks:
+        return _train(run, ranks, device, say)
 
 
-def _train(run: Run, ranks: Ranks, say: Say) -> list[Path]:
-    settings, device, first = run.settings, torch.device(run.device), ranks.rank == 0
-    folder = RunFolder(run.out, settings, [str(source) for source in run.sources], first)
+def _train(run: Run, ranks: Ranks, device: torch.device, say: Say) -> list[Path]:
+    settings, inputs, first = run.settings, run.inputs(), ranks.rank == 0
+    folder = RunFolder(run.out, settings, inputs, first)
     decoder = Decoder.load(run.model, DTYPES[settings.dtype], device)
-    rows = read_rows(run, decoder, say)
     adaptor = _adaptor(run, decoder)
-    teacher = None
-    if settings.loss is Loss.TARGET:
-        if run.target is None:
-            raise ValueError("loss kl-target needs --target, a model folder")
-        teacher = Decoder.load(run.target, DTYPES[settings.dtype], device)
+    teacher = run.target and Decoder.load(run.target, DTYPES[settings.dtype], device)
+    rows = read_rows(run, decoder, say)
     schedule = Schedule(rows, settings, ranks.rank, ranks.world)
     trainer = Trainer(decoder, adaptor, schedule, teacher, ranks)
     done = folder.resume(trainer)
@@ -85,9 +107,10 @@ def _train(run: Run, ranks: Ranks, say: Say) -> list[Path]:
         return []
     return folder.finish(
         adaptor,
-        {
+        inputs
+        | {
             "base": adaptor.config.base,
-            "data": {str(s): file_sha256(s.path) for s in run.sources},
+            "ranks": ranks.world,
             "rows": {str(part.length): len(part) for part in rows},
             "tokens_seen": sum(_tokens(schedule, step) for step in range(settings.steps)),
             "device": device_name(run.device),
@@ -114,6 +137,8 @@ def read_rows(run: Run, decoder: Decoder, say: Say) -> list[Rows]:
 
 def _adaptor(run: Run, decoder: Decoder) -> Adaptor:
     adaptor = run.settings.new_adaptor(decoder)
+    shapes = {name: tensor.shape for name, tensor in adaptor.state_dict().items()}
+    adaptor.check_fit("the run's settings", decoder.config, shapes)
     if run.start is not None:
         started = Adaptor.load(run.start, decoder.config, decoder.fingerprint())
         missing = adaptor.load_state_dict(started.state_dict(), strict=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,28 +20,35 @@ import torch
 
 from ...engines.adaptor import Adaptor
 from ..bench.record import machine, versions, without_folder
+from .journal import differing
 from .settings import TrainSettings
 from .training import StepReport, Trainer
 
 
 class RunFolder:
-    """One run; made anew, or taken up where it stopped. writes: False on ranks but the first."""
+    """One run; made anew, or taken up where it stopped.
+
+    inputs: what else decides the outcome (stage, digests of model and data ...), JSON-ready.
+    writes: False on ranks but the first. Raises ValueError naming what differs where the folder
+    holds the steps of another run.
+    """
 
     def __init__(
-        self, path: Path, settings: TrainSettings, data: Sequence[str], writes: bool = True
+        self, path: Path, settings: TrainSettings, inputs: dict[str, Any], writes: bool = True
     ):
         self.path, self.settings, self.writes = path, settings, writes
-        path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"data": list(data)} | asdict(settings), indent=2) + "\n"
-        known = path / "settings.json"
-        if known.is_file() and known.read_text() != text:
+        self._known = path / "settings.json"
+        self._wanted = json.loads(json.dumps(inputs | asdict(settings)))
+        if self.state.is_file():
+            self._check()
+
+    def _check(self) -> None:
+        found = json.loads(self._known.read_text())
+        if differ := differing(found, self._wanted):
             raise ValueError(
-                f"{path} holds a run with other settings or data; give another --out or the same"
+                f"{self.path} holds a run with other settings or data ({', '.join(differ)}); "
+                "give another --out or the same"
             )
-        if writes:
-            part = path / "settings.json.part"
-            part.write_text(text)
-            part.replace(known)
 
     @property
     def state(self) -> Path:
@@ -50,10 +56,15 @@ class RunFolder:
         return self.path / "state.safetensors"
 
     def resume(self, trainer: Trainer) -> int:
-        """Takes the trainer to the last saved step, which is returned, and cuts the log there."""
+        """Takes the trainer to the last saved step, which is returned, and cuts the log there.
+
+        From here on the folder is this run's.
+        """
         if self.state.is_file():
             trainer.load_state(self.state)
         if self.writes:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _write(self._known, self._wanted)
             log = self.path / "log.jsonl"
             lines = log.read_text().splitlines() if log.is_file() else []
             log.write_text("".join(line + "\n" for line in lines[: trainer.step]))
@@ -77,5 +88,11 @@ class RunFolder:
             "versions": versions(),
             "settings": asdict(self.settings),
         }
-        (self.path / "provenance.json").write_text(json.dumps(record | facts, indent=2) + "\n")
+        _write(self.path / "provenance.json", record | facts)
         return paths
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(record, indent=2) + "\n")
+    part.replace(path)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 import torch
 
 from ...engines.adaptor import LAST_TOKEN, AdaptorConfig
 from ...engines.decoder import Decoder
-from ...engines.pair import DTYPES
 from ...plugins.slot_attention.rule import MemoryRule, SlotVisibility
+
+TRAINING_DTYPES = ("float32", "bfloat16")  # gradients vanish in float16
 
 
 class Initialisation(StrEnum):
@@ -63,7 +65,7 @@ class TrainSettings:
     def __post_init__(self):
         object.__setattr__(self, "initialisation", Initialisation(self.initialisation))
         object.__setattr__(self, "loss", Loss(self.loss))
-        least = {"steps": 1, "batch_tokens": 1, "micro_tokens": 1, "warmup": 0, "low_rank": 0}
+        least = {"steps": 1, "batch_tokens": 1, "micro_tokens": 1, "warmup": 0, "seed": 0}
         for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit} or more")
@@ -72,10 +74,15 @@ class TrainSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 to 1")
         if not self.intervals or not self.lengths:
             raise ValueError("give one or more intervals and one or more lengths")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
-        if self.learning_rate <= 0 or self.clip <= 0:
-            raise ValueError("learning_rate and clip must be above 0")
+        if self.dtype not in TRAINING_DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; use one of {', '.join(TRAINING_DTYPES)}")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
+        if self.next_token and self.loss is Loss.NEXT_TOKEN:
+            raise ValueError(f"next_token is {self.next_token}; loss next-token has no other share")
+        for interval in self.intervals:
+            self.adaptor_config("", interval, trained=False)  # raises for what it does not take
         first = max(self.rule(r).first_slot_time for r in self.intervals)
         if min(self.lengths) <= first:
             raise ValueError(

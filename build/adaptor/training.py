@@ -37,17 +37,28 @@ class Ranks:
     def joined(cls, device: torch.device) -> Iterator[Ranks]:
         """The group that torchrun describes in the environment; alone without it.
 
-        Ranks leave together: one that ends while another still talks to it would abort that one.
+        device: this rank's own. Ranks leave together: one that ends while another still talks to
+        it would abort that one.
         """
         if "WORLD_SIZE" not in os.environ:
             yield cls()
             return
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # what the collectives of this rank run on
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         try:
             yield cls(dist.get_rank(), dist.get_world_size())
             dist.barrier()
         finally:
             dist.destroy_process_group()
+
+    @staticmethod
+    def device(name: str) -> torch.device:
+        """The device of this rank: of "cuda" the one that torchrun's LOCAL_RANK numbers."""
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        return device
 
     def sum(self, tensors: list[Tensor]) -> None:
         """Replaces tensors by their sums over all ranks."""

@@ -1,9 +1,14 @@
 """`masw-train` from end to end on a tiny model: what it writes, resumes, prints and refuses."""
 
 import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from masw.build.adaptor.answers import Answerer
@@ -14,6 +19,7 @@ from masw.build.adaptor.settings import TrainSettings
 from masw.build.train import app
 from masw.engines.adaptor import Adaptor, read_adaptor
 from masw.engines.decoder import Decoder
+from masw.engines.engine_folder import file_sha256
 from tests.models import random_ids, save_model
 from tests.tiny_tokenizers import byte_level
 
@@ -75,7 +81,8 @@ def test_a_run_leaves_an_adaptor_with_provenance(model, samples, tmp_path):
     assert told["base"] == decoder.fingerprint()
     assert told["tokens_seen"] == 6 * 144 and told["rows"] == {"72": 6}
     assert told["settings"]["steps"] == 6 and told["machine"]["cores"] >= 1
-    assert all(told["data"].values()) and str(tmp_path) not in json.dumps(told)
+    assert told["data"] == [["samples=s.jsonl.gz", file_sha256(samples)]]
+    assert told["stage"] == "sft" and told["ranks"] == 1 and str(tmp_path) not in json.dumps(told)
     assert [step for step, _ in log(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -99,18 +106,33 @@ def test_a_killed_run_resumes_to_the_same_bytes(model, samples, tmp_path, monkey
     assert log(whole) == log(killed)
 
 
-def test_other_settings_in_the_same_folder_are_refused(model, samples, tmp_path):
-    sft(model, samples, tmp_path)
-    told = sft(model, samples, tmp_path, "--seed", "1", code=1).stderr
-    assert "holds a run with other settings or data" in told
+def test_another_run_in_the_same_folder_is_refused(model, samples, tmp_path):
+    out, other = tmp_path / "out", tmp_path / samples.name
+    sft(model, samples, out)
+    adaptor = (out / "adaptor-r8.safetensors").read_bytes()
+    write_samples(other, read_samples(samples)[1:])
+    begun = out / "adaptor-r8.safetensors"
+    where = ["--model", model, "--out", out, *MEMORY, *BUDGET]
+    for arguments, differ in (
+        (["sft", *where, "--data", f"samples={samples}", "--seed", 1], "seed"),
+        (["sft", *where, "--data", f"samples={other}"], "data"),
+        (["sft", *where, "--data", f"samples={samples}", "--start", begun], "start"),
+        (["pretrain", *where, "--data", f"samples={samples}"], "stage"),
+    ):
+        told = call(*arguments, code=1).stderr
+        assert f"holds a run with other settings or data ({differ})" in told
+    assert (out / "adaptor-r8.safetensors").read_bytes() == adaptor
 
 
 def test_ranks_but_the_first_write_nothing_and_still_compare(tmp_path):
-    RunFolder(tmp_path, TrainSettings(), ["one"], writes=False)
-    assert not list(tmp_path.iterdir())
-    RunFolder(tmp_path, TrainSettings(), ["one"])
-    with pytest.raises(ValueError, match="holds a run with other settings or data"):
-        RunFolder(tmp_path, TrainSettings(), ["other"], writes=False)
+    out, idle = tmp_path / "out", SimpleNamespace(step=0)
+    RunFolder(out, TrainSettings(), {"data": "one"}, writes=False).resume(idle)
+    assert not out.exists()
+    first = RunFolder(out, TrainSettings(), {"data": "one"})
+    first.resume(idle)
+    first.state.touch()
+    with pytest.raises(ValueError, match=r"other settings or data \(data\)"):
+        RunFolder(out, TrainSettings(), {"data": "other"}, writes=False)
 
 
 def test_training_goes_on_from_an_adaptor(model, samples, tmp_path):
@@ -128,11 +150,69 @@ def test_training_goes_on_from_an_adaptor(model, samples, tmp_path):
         (["--loss", "kl-target"], "kl-target needs --target"),
         (["--visibility", "soon"], "soon"),
         (["--data", "books"], "data is 'books'; known: redpajama"),
+        (["--target", "m"], "kl-target needs --target, a model folder; no other loss has one"),
+        (["--loss", "next-token", "--next-token", "0.5"], "next_token is 0.5; loss next-token has"),
+        (["--intervals", "0"], "interval is 0; it must be an integer from 1 up"),
+        (["--slot-embedding", "mean"], "slot_embedding is 'mean'; give 'last_token' or a token id"),
+        (["--slot-embedding", "999999"], "slot_embedding is 999999; the model has"),
+        (["--seed", "-1"], "seed is -1; it must be 0 or more"),
+        (["--learning-rate", "nan"], "learning_rate is nan; it must be above 0 and finite"),
+        (["--dtype", "float16"], "dtype is 'float16'; use one of float32, bfloat16"),
+        (["--start", "nowhere.safetensors"], "nowhere.safetensors"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_step(model, samples, tmp_path, change, message):
-    assert message in sft(model, samples, tmp_path, *change, code=1).stderr
-    assert not (tmp_path / "state.safetensors").exists()
+    out = tmp_path / "out"
+    assert message in sft(model, samples, out, *change, code=1).stderr
+    assert not out.exists()
+
+
+def test_a_refused_first_attempt_leaves_its_folder_to_the_next(model, samples, tmp_path):
+    sft(model, samples, tmp_path, "--lengths", "5000", code=1)
+    assert "starting at step 0" in sft(model, samples, tmp_path).stderr
+
+
+def test_pretraining_packs_documents_and_weighs_no_prompt(model, tmp_path):
+    (tmp_path / "t.txt").write_text("What was said at the meeting, " * 40)
+    where = ["--model", model, "--data", f"text={tmp_path / 't.txt'}", "--out", tmp_path / "out"]
+    call("pretrain", *where, *MEMORY, *BUDGET)
+    assert len(log(tmp_path / "out")) == 6
+    told = call("pretrain", *where, *MEMORY, *BUDGET, "--prompt-weight", "0", code=1).stderr
+    assert "prompt_weight is for sft" in told
+
+
+def test_two_ranks_train_what_one_trains(model, samples, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    sft(model, samples, one)
+    torchrun = "torch.distributed.run --standalone --nproc-per-node=2 -m masw.build.train sft"
+    where = ["--model", model, "--data", f"samples={samples}", "--out", two]
+    result = subprocess.run(
+        [sys.executable, "-m", *torchrun.split(), *map(str, where), *MEMORY, *BUDGET],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(two / "adaptor-r8.safetensors")]
+    divided, alone = (load_file(folder / "state.safetensors") for folder in (two, one))
+    torch.testing.assert_close(divided, alone, atol=1e-5, rtol=0)
+    assert json.loads((two / "provenance.json").read_text())["ranks"] == 2
+    assert log(two) == [(step, pytest.approx(loss, abs=1e-4)) for step, loss in log(one)]
+
+
+def test_tensorboard_that_is_not_installed_is_told_first(model, samples, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    told = sft(model, samples, tmp_path, "--tensorboard", code=1).stderr
+    assert "pip install tensorboard" in told and "starting" not in told
+
+
+def test_a_run_learns_from_another_target(model, samples, tmp_path):
+    sft(model, samples, tmp_path / "out", "--loss", "kl-target", "--target", model)
+    sft(model, samples, tmp_path / "self")
+    assert log(tmp_path / "out") == log(tmp_path / "self")
+    told = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert told["target"] == told["model"]
 
 
 def test_answers_are_what_hugging_face_generates(model, hf_model, tmp_path):

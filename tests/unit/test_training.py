@@ -1,14 +1,11 @@
 """Training: what learns, what stays, and that a resumed or divided run is the same run."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from masw.build.adaptor.rows import Rows, packed_rows, sample_rows
@@ -16,7 +13,7 @@ from masw.build.adaptor.samples import DataError, Sample
 from masw.build.adaptor.schedule import Schedule
 from masw.build.adaptor.settings import TrainSettings
 from masw.build.adaptor.stream import causal_attention, stream_block
-from masw.build.adaptor.training import Trainer
+from masw.build.adaptor.training import Ranks, Trainer
 from masw.engines.decoder import Decoder
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.models import VOCAB, random_ids, save_model
@@ -153,41 +150,22 @@ def test_a_resumed_run_gives_the_same_weights(decoder, tmp_path, intervals):
     assert same(weights(whole), weights(resumed))
 
 
-WORKER = """
-import torch
-from masw.build.adaptor.schedule import Schedule
-from masw.build.adaptor.training import Ranks, Trainer
-from masw.engines.decoder import Decoder
-from tests.unit.test_training import SETTINGS, some_rows
-torch.set_num_threads(1)
-decoder = Decoder.load({model!r})
-with Ranks.joined(torch.device("cpu")) as ranks:
-    schedule = Schedule(some_rows(), SETTINGS, ranks.rank, ranks.world)
-    trainer = Trainer(decoder, SETTINGS.new_adaptor(decoder), schedule, ranks=ranks)
-    list(trainer.run())
-if ranks.rank == 0:
-    torch.save(trainer.adaptor.state_dict(), {out!r})
-"""
-
-
-def test_two_ranks_train_what_one_trains(model_dir, decoder, tmp_path):
-    out, script = tmp_path / "weights.pt", tmp_path / "worker.py"
-    model = f"__import__('pathlib').Path({str(model_dir('llama'))!r})"
-    script.write_text(WORKER.replace("{model!r}", model).replace("{out!r}", repr(str(out))))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*torchrun, str(script)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    alone = new_trainer(decoder("llama"))
-    list(alone.run())
-    divided = torch.load(out, weights_only=True)
-    for name, tensor in weights(alone).items():
-        torch.testing.assert_close(divided[name], tensor, atol=1e-5, rtol=0)
+def test_every_rank_has_a_cuda_device_of_its_own_before_it_joins(monkeypatch):
+    """What torchrun states decides: NCCL refuses two ranks on one device."""
+    calls = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    monkeypatch.setattr(dist, "init_process_group", calls.append)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "barrier", lambda: calls.append("barrier"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
+    assert Ranks.device("cpu") == torch.device("cpu")
+    assert Ranks.device("cuda:0") == torch.device("cuda:0")
+    with Ranks.joined(Ranks.device("cuda")) as ranks:
+        assert ranks == Ranks(1, 2)
+    assert calls == ["cuda:1", "nccl", "barrier", "left"]
 
 
 def test_random_initialisation_is_random_and_seeded(decoder):
