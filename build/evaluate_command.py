@@ -12,7 +12,8 @@ from ..engines.decoder import Decoder
 from ..engines.pair import DTYPES
 from ..engines.recipes import EMBEDDED
 from .adaptor import comparison as comparing
-from .adaptor.ablation import Laboratory, read_arms
+from .adaptor.ablation import Laboratory
+from .adaptor.arms import read_arms
 from .adaptor.samples import read_samples
 from .adaptor.sources import Source
 from .bench.record import emit, progress

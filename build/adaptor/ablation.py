@@ -1,22 +1,25 @@
-"""Proxy runs that differ in one thing: trained briefly, then compared on the same samples."""
+"""Proxy runs trained briefly, then compared on the same samples."""
 
 from __future__ import annotations
 
-import importlib.resources
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...engines.adaptor import Adaptor
+from ...engines.config import DecoderConfig
 from ...engines.decoder import Decoder
+from ...engines.engine_folder import file_sha256
 from ...engines.pair import DTYPES
 from ..bench.record import device_name, machine, rounded, versions
-from .comparison import overall
+from ..target_folder import model_fingerprint
+from .arms import PRETRAIN, SFT, Arm, curve_steps
+from .comparison import check_samples, overall
 from .evaluation import DraftMemory, Evaluator
+from .journal import differing
 from .rows import Rows, pretraining_rows, tuning_rows
 from .samples import Sample
 from .schedule import Schedule
@@ -24,58 +27,6 @@ from .settings import TrainSettings
 from .sources import Source
 from .summary import Summary, summaries
 from .training import StepReport, Trainer
-
-PRETRAIN, SFT = "pretrain", "sft"
-CURVE_POINTS = 200  # most steps of a curve that are kept
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One proxy run: settings, and its stages in order."""
-
-    group: str
-    name: str
-    settings: TrainSettings
-    stages: tuple[str, ...] = (SFT,)
-
-    @property
-    def key(self) -> str:
-        """What an arm is known by; arms of several groups with the same settings share it."""
-        return json.dumps([asdict(self.settings), self.stages], sort_keys=True)
-
-
-def read_arms(
-    base: dict[str, Any], groups: Sequence[str] = (), names: Sequence[str] = ()
-) -> list[Arm]:
-    """The shipped arms on top of `base`, of these groups and names; () means all.
-
-    Raises ValueError for a group or a name that there is not.
-    """
-    text = importlib.resources.files(__package__).joinpath("ablations.yaml").read_text()
-    plan = yaml.safe_load(text)
-    unknown = set(groups) - plan["groups"].keys()
-    if unknown:
-        raise ValueError(f"groups has {sorted(unknown)[0]!r}; known: {', '.join(plan['groups'])}")
-    arms = [
-        _arm(group, name, plan["base"] | base | differs)
-        for group, named in plan["groups"].items()
-        if not groups or group in groups
-        for name, differs in named.items()
-    ]
-    known = list(dict.fromkeys(arm.name for arm in arms))
-    for name in names:
-        if name not in known:
-            raise ValueError(f"arms has {name!r}; known: {', '.join(known)}")
-    return [arm for arm in arms if not names or arm.name in names]
-
-
-def _arm(group: str, name: str, values: dict[str, Any]) -> Arm:
-    stages = tuple(values.pop("stages", (SFT,)))
-    unknown = values.keys() - {field.name for field in fields(TrainSettings)}
-    if unknown:
-        raise ValueError(f"arm {name!r} has unknown settings {', '.join(sorted(unknown))}")
-    lists = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return Arm(group, name, TrainSettings(**lists), stages)
 
 
 @dataclass(frozen=True)
@@ -93,29 +44,60 @@ class Laboratory:
     def run(
         self, arms: Sequence[Arm], out: Path, say: Callable[[str], None]
     ) -> Iterator[dict[str, Any]]:
-        """Results of the arms in order, each kept in a file of `out`; those that exist are read."""
+        """Results of the arms in order, each kept in a file of `out`; those there are read.
+
+        Raises ValueError, before any training, for samples that cannot be evaluated and for a
+        result in `out` that other settings, data, model or samples gave.
+        """
+        positions = DecoderConfig.load(self.model).max_positions
+        check_samples(self.samples, self.max_tokens, positions)
         out.mkdir(parents=True, exist_ok=True)
-        done: dict[str, dict] = {}
+        kept = {arm: self._kept(arm, path) for arm in arms if (path := _file(out, arm)).is_file()}
+        done = {arm.key: result for arm, result in kept.items()}
         for arm in arms:
-            path = out / f"{arm.group}--{arm.name}.json".replace(" ", "_").replace("/", "_")
-            if path.is_file():
-                result = json.loads(path.read_text())
-            else:
+            if arm not in kept:
                 say(f"{arm.group}: {arm.name}")
                 result = done.get(arm.key) or self._run(arm)
-                result = result | {"group": arm.group, "name": arm.name}
-                path.write_text(json.dumps(result) + "\n")
-            done[arm.key] = result
-            yield result
+                done[arm.key] = kept[arm] = result | {"group": arm.group, "name": arm.name}
+                _write(_file(out, arm), kept[arm])
+            yield kept[arm]
+
+    def _kept(self, arm: Arm, path: Path) -> dict[str, Any]:
+        """The result in a file, which must be what this arm would give."""
+        inputs = self._inputs(arm)
+        try:
+            result = json.loads(path.read_text())
+            found = result["settings"] | {key: result.get(key) for key in inputs}
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is no result of an arm; give another --out") from None
+        wanted = json.loads(json.dumps(asdict(arm.settings) | inputs))
+        if differ := differing(found, wanted):
+            raise ValueError(f"{path} has other {', '.join(differ)}; give another --out")
+        return result
+
+    def _inputs(self, arm: Arm) -> dict[str, Any]:
+        """What decides an arm's result beside its settings: digests of all that is read, limits."""
+        sources = {PRETRAIN: self.pretraining, SFT: self.tuning}
+        samples = "".join(sample.digest for sample in self.samples)
+        return {
+            "stages": arm.stages,
+            "model": model_fingerprint(self.model),
+            "data": {
+                stage: [[str(source), file_sha256(source.path)] for source in sources[stage]]
+                for stage in arm.stages
+            },
+            "samples": hashlib.sha256(samples.encode()).hexdigest(),
+            "draft_tokens": self.draft_tokens,
+            "max_tokens": self.max_tokens,
+        }
 
     def _run(self, arm: Arm) -> dict[str, Any]:
         settings = arm.settings
         trained = Decoder.load(self.model, DTYPES[settings.dtype], self.device)
         adaptor, reports = settings.new_adaptor(trained), []
         for stage in arm.stages:
-            share = replace(settings, steps=max(1, settings.steps // len(arm.stages)))
-            trainer = Trainer(trained, adaptor, Schedule(self._rows(stage, share, trained), share))
-            reports += list(trainer.run())
+            schedule = Schedule(self._rows(stage, arm.share, trained), arm.share)
+            reports += list(Trainer(trained, adaptor, schedule).run())
         return self._result(arm, reports, self._evaluate(settings, adaptor))
 
     def _rows(self, stage: str, settings: TrainSettings, decoder: Decoder) -> list[Rows]:
@@ -139,17 +121,28 @@ class Laboratory:
         limits = self.draft_tokens, self.max_tokens
         return summaries(Evaluator(decoder, False), self.samples, lambda prefix: memories, *limits)
 
-    def _result(self, arm: Arm, reports: list[StepReport], rows: list[Summary]) -> dict:
-        stride = max(1, len(reports) // CURVE_POINTS)
-        return {
+    def _result(self, arm: Arm, reports: list[StepReport], rows: list[Summary]) -> dict[str, Any]:
+        steps = curve_steps(arm.settings.steps, len(arm.stages))
+        curve = [reports[step - 1] for step in steps]
+        return self._inputs(arm) | {
             "settings": asdict(arm.settings),
-            "stages": arm.stages,
             "tokens": sum(report.tokens for report in reports),
-            "loss": [rounded(report.loss) for report in reports[::stride]],
-            "gradient_norm": [rounded(report.gradient_norm) for report in reports[::stride]],
+            "loss": [rounded(report.loss) for report in curve],
+            "gradient_norm": [rounded(report.gradient_norm) for report in curve],
             "tok_iter": overall(rows),
             "rows": [asdict(summary) for summary in rows],
             "device": device_name(self.device),
             "machine": machine(),
             "versions": versions(),
         }
+
+
+def _file(out: Path, arm: Arm) -> Path:
+    return out / f"{arm.group}--{arm.name}.json".replace(" ", "_").replace("/", "_")
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result atomically."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result) + "\n")
+    part.replace(path)

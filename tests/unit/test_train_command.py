@@ -372,6 +372,10 @@ def test_ablation_trains_every_arm_once_and_keeps_results(model, tmp_path):
     again = call(*command, *options)
     assert "levers: offset\n" not in again.stderr  # nothing is trained a second time
     assert again.stdout == told.stdout
+    assert not list((tmp_path / "out").glob("*.part"))
+    other = call(*command, *options, "--steps", "3", "--per-kind", "2", code=1)
+    assert "stage--PT.json has other samples, steps; give another --out" in other.stderr
+    assert not other.stdout and call(*command, *options).stdout == told.stdout
     one = call(*command, *options, "--arms", "offset, plain", "--out", tmp_path / "one")
     assert one.stdout.splitlines() == [
         line
@@ -381,6 +385,17 @@ def test_ablation_trains_every_arm_once_and_keeps_results(model, tmp_path):
     unknown = call(*command, *options, "--arms", "x", code=1).stderr
     assert "arms has 'x'; known: PT, SFT, PT + SFT, plain" in unknown
     assert "groups has 'x'" in call(*command, *options[:4], "--groups", "x", code=1).stderr
+
+
+def test_ablations_of_samples_that_have_no_tok_iter_are_refused(model, samples, tmp_path):
+    where = ["--model", model, "--out", tmp_path / "out"]
+    data = [f"--{stage}-data=samples={samples}" for stage in ("sft", "pretrain")]
+    for change, message in (
+        (["--max-tokens", "4"], "sample '0' has an answer of 9 tokens; max_tokens is 4"),
+        (["--prefixes", "9999"], "prefixes has 9999; the samples have 60 (code)"),
+    ):
+        refused = call("ablate", samples, *where, *data, *change, code=1)
+        assert message in refused.stderr and not (tmp_path / "out").exists()
 
 
 def test_plots_are_drawn_from_results(model, samples, tmp_path):
