@@ -126,7 +126,8 @@ def plot(
     with failures():
         from .adaptor.plots import draw_all, read_results
 
-        for path in draw_all(read_results(results / "ablations"), read_results(results), out):
+        arms = read_results(results / "ablations", "tok_iter")
+        for path in draw_all(arms, read_results(results, "rows"), out):
             typer.echo(str(path))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,6 +14,8 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
+from .arms import curve_steps, read_arms
 
 SIZE = (6.4, 3.6)  # inches
 BARS = {
@@ -30,16 +32,23 @@ BARS = {
 Results = list[dict[str, Any]]
 
 
-def read_results(folder: Path) -> Results:
-    """The JSON objects of a folder, by file name."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+def read_results(folder: Path, key: str) -> Results:
+    """The JSON objects of a folder, by file name.
+
+    key: what they are drawn from. Raises ValueError naming a file without it.
+    """
+    found = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    for path, result in found.items():
+        if not result.get(key):
+            raise ValueError(f"{path} has no {key}; make it again or move it away")
+    return list(found.values())
 
 
 def draw_all(ablations: Results, evaluations: Results, out: Path) -> list[Path]:
     """Every picture that the results allow, as PNG files of `out`; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     groups: dict[str, Results] = {}
-    for result in ablations:
+    for result in in_order(ablations):
         groups.setdefault(result["group"], []).append(result)
     drawn = []
     if len(groups.get("initialisation", ())) > 1:
@@ -53,6 +62,12 @@ def draw_all(ablations: Results, evaluations: Results, out: Path) -> list[Path]:
         rows = [row for e in evaluations for row in e["rows"]]
         drawn.append(_save(draw_distance, rows, out / "distance"))
     return drawn
+
+
+def in_order(ablations: Results) -> Results:
+    """Results as their arms are in ablations.yaml, others behind them."""
+    places = {(arm.group, arm.name): place for place, arm in enumerate(read_arms({}))}
+    return sorted(ablations, key=lambda r: places.get((r["group"], r["name"]), len(places)))
 
 
 def _widest(evaluations: Results) -> dict[tuple[int, int], list[dict]]:
@@ -86,34 +101,44 @@ def draw_initialisation(results: Results):
         axes, ("loss", "gradient_norm"), ("loss, nats", "gradient norm"), strict=True
     ):
         for result in results:
-            axis.plot(range(1, len(result[key]) + 1), result[key], label=result["name"])
+            steps = curve_steps(result["settings"]["steps"], len(result["stages"]))
+            axis.plot(steps, result[key], label=result["name"])
         _label(axis, "optimiser step", label)
         axis.set_yscale("log")
     return figure
 
 
 def draw_bars(results: Results, title: str):
-    """Tok./Iter of every arm at every prefix, means over kinds."""
+    """Tok./Iter of every arm at every prefix, means over kinds; a gap where an arm has none."""
     figure, axis = plt.subplots(figsize=SIZE)
-    names = [
-        result["name"] if len(values) == 1 else f"{result['name']}, {memory}"
-        for result in results
-        for values in [next(iter(result["tok_iter"].values()))]
-        for memory in values
-    ]
-    prefixes = list(results[0]["tok_iter"])
+    rows = [row for result in results for row in _by_memory(result)]
+    prefixes = sorted({prefix for _, values in rows for prefix in values}, key=int)
+    height = 1 / (len(prefixes) + 1)
     for number, prefix in enumerate(prefixes):
-        values = [v for result in results for v in result["tok_iter"][prefix].values()]
-        places = [i + number / (len(prefixes) + 1) for i in range(len(values))]
-        bars = axis.barh(places, values, 1 / (len(prefixes) + 1), label=f"{prefix} tokens")
+        found = {
+            place + number * height: values[prefix]
+            for place, (_, values) in enumerate(rows)
+            if prefix in values
+        }
+        bars = axis.barh([*found], [*found.values()], height, label=f"{prefix} tokens")
         axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
-    axis.set_yticks([i + (len(prefixes) - 1) / 2 / (len(prefixes) + 1) for i in range(len(names))])
-    axis.set_yticklabels(names)
+    axis.set_yticks([place + (len(prefixes) - 1) / 2 * height for place in range(len(rows))])
+    axis.set_yticklabels([name for name, _ in rows])
     axis.invert_yaxis()
     axis.set_title(title)
     axis.set_xlim(0, 6)
     _label(axis, "Tok./Iter", None)
     return figure
+
+
+def _by_memory(result: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+    """An arm's name, with the memory's where it has several, and Tok./Iter by prefix."""
+    found: dict[str, dict[str, float]] = {}
+    for prefix, named in result["tok_iter"].items():
+        for memory, value in named.items():
+            found.setdefault(memory, {})[prefix] = value
+    for memory, values in found.items():
+        yield result["name"] if len(found) == 1 else f"{result['name']}, {memory}", values
 
 
 def draw_frontier(rows: Sequence[dict], prefix: int):

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from masw.build.adaptor.arms import curve_steps
 from masw.build.adaptor.comparison import Comparison, compare, first_of_each, overall
 from masw.build.adaptor.evaluation import DraftMemory, Evaluator, Outcome
 from masw.build.adaptor.family import Family, families
+from masw.build.adaptor.plots import draw_bars, draw_initialisation, in_order
 from masw.build.adaptor.samples import DataError, Sample
 from masw.build.adaptor.snapkv import SnapKV
 from masw.build.adaptor.spread import beside_windows
@@ -322,3 +324,41 @@ def test_what_is_the_same_on_every_prompt_has_no_interval():
     rows = [summary("window = r8", "x", *each)]
     rows += [summary("slots", "x", *((2 * tokens, n) for tokens, n in each))]
     assert beside_windows(rows)["96"]["window = r8"]["slots"] == [2, 2, 2]
+
+
+def arm(name, tok_iter, group="window"):
+    return {"group": group, "name": name, "tok_iter": tok_iter}
+
+
+def test_bars_have_gaps_where_an_arm_lacks_a_prefix_or_a_memory():
+    results = [
+        arm("a", {"2048": {"r = 8": 1.0}}),
+        arm("b", {"1024": {"r = 4": 2.0}, "2048": {"r = 8": 3.0, "r = 4": 4.0}}),
+    ]
+    [axis] = draw_bars(results, "t").axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["a", "b, r = 4", "b, r = 8"]
+    bars = {bars.get_label(): [bar.get_width() for bar in bars] for bars in axis.containers}
+    assert bars == {"1024 tokens": [2.0], "2048 tokens": [1.0, 4.0, 3.0]}
+
+
+def test_results_are_drawn_in_the_order_of_the_arms():
+    names = ["own", "S = W = 128", "S = W = 32", "S = W = 64"]
+    found = in_order([arm(name, {}) for name in names])
+    assert [result["name"] for result in found] == [*names[2:], "S = W = 128", "own"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "stages", "first", "last", "count"),
+    [(60, 1, 1, 60, 60), (500, 1, 1, 499, 250), (801, 2, 1, 797, 200), (1, 2, 1, 2, 2)],
+)
+def test_curves_keep_steps_at_a_stride(steps, stages, first, last, count):
+    kept = curve_steps(steps, stages)
+    assert (kept[0], kept[-1], len(kept)) == (first, last, count)
+
+
+def test_curves_are_drawn_over_the_steps_they_keep():
+    curve = [1.0] * 250
+    result = arm("copy", {}) | {"settings": {"steps": 500}, "stages": ["sft"]}
+    figure = draw_initialisation([result | {"loss": curve, "gradient_norm": curve}])
+    for axis in figure.axes:
+        assert list(axis.lines[0].get_xdata()) == list(range(1, 501, 2))

@@ -414,3 +414,7 @@ def test_plots_are_drawn_from_results(model, samples, tmp_path):
     assert {path.rsplit("/", 1)[1] for path in drawn} == names
     for path in (tmp_path / "png").iterdir():
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
+    stored = results / "ablations" / "stage--PT.json"
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"tok_iter": {}}))
+    refused = call("plot", results, tmp_path / "none", code=1)
+    assert "stage--PT.json has no tok_iter" in refused.stderr
