@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from ...engines.text import TextCodec
 from ..fitting import fit_prompt
 from ..progress import Say
-from .samples import DataError, Sample, read_samples
+from .samples import DataError, Sample, check_vocabulary, located, read_samples
 from .sources import Exchange, Source
+
+MOST_IDS = 2**31  # what the rows' int32 holds
+
+
+class QuestionTooLong(DataError):
+    """A question that does not fit, even without its document."""
 
 
 @dataclass(frozen=True)
@@ -78,28 +85,54 @@ def sample_rows(
 
 
 def pretraining_rows(
-    sources: Sequence[Source], codec: TextCodec, length: int, end_id: int, say: Say
+    sources: Sequence[Source],
+    codec: TextCodec,
+    length: int,
+    end_id: int,
+    say: Say,
+    vocab_size: int = MOST_IDS,
 ) -> list[Rows]:
-    """All documents of the sources, packed to `length`."""
-    return [packed_rows(_document_ids(sources, codec, say), length, end_id)]
+    """All documents of the sources, packed to `length`.
+
+    vocab_size: the model's; DataError for ids beyond it.
+    """
+    return [packed_rows(_document_ids(sources, codec, say, vocab_size), length, end_id)]
 
 
-def _document_ids(sources: Sequence[Source], codec: TextCodec, say: Say):
+def _document_ids(sources: Sequence[Source], codec: TextCodec, say: Say, vocab_size: int):
     for source in sources:
         say(f"reading {source}")
         if source.name == "ids":
-            yield from _split(np.load(source.path))
+            yield _array(source.path, vocab_size)
         elif source.name == "samples":
-            yield from (sample.ids for sample in read_samples(source.path))
+            yield from (sample.ids for sample in _samples(source.path, vocab_size))
         else:
             for text in source.documents():
                 yield codec.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _split(ids: np.ndarray) -> list[np.ndarray]:
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise DataError(f"ids are {ids.dtype} of shape {ids.shape}; give integers in one dimension")
-    return [ids]
+def _array(path: Path, vocab_size: int) -> np.ndarray:
+    """Ids (n,) of a .npy file. Raises DataError for anything else and ids out of range."""
+    try:
+        ids = np.load(path)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path}: no .npy array: {error}") from None
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        shown = f"{ids.dtype} of shape {ids.shape}" if isinstance(ids, np.ndarray) else "an archive"
+        raise DataError(f"{path}: ids are {shown}; give integers in one dimension")
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise DataError(f"{path}: id {ids[place]} at {place}; it must be 0 to {vocab_size - 1}")
+    return ids
+
+
+def _samples(path: Path, vocab_size: int) -> list[Sample]:
+    samples = read_samples(path)
+    for number, sample in enumerate(samples, 1):
+        with located(f"{path}: sample {number}"):
+            check_vocabulary(sample.ids, vocab_size)
+    return samples
 
 
 def tuning_rows(
@@ -109,25 +142,56 @@ def tuning_rows(
     end_id: int,
     prompt_weight: float,
     say: Say,
+    vocab_size: int = MOST_IDS,
 ) -> list[Rows]:
-    """All questions and answers of the sources as padded rows."""
+    """All questions and answers of the sources as padded rows.
+
+    vocab_size: the model's; DataError for ids beyond it, and for a source of which nothing fits.
+    """
 
     def samples():
         for source in sources:
             say(f"reading {source}")
             if source.name == "samples":
-                yield from (sample for sample in read_samples(source.path) if sample.answer)
+                yield from (s for s in _samples(source.path, vocab_size) if s.answer)
             else:
-                for exchange in source.exchanges():
-                    yield exchange_sample(exchange, codec, max(lengths), end_id)
+                yield from _exchange_samples(source, codec, max(lengths), end_id, say)
 
     return sample_rows(samples(), lengths, end_id, prompt_weight)
+
+
+def _exchange_samples(
+    source: Source, codec: TextCodec, length: int, end_id: int, say: Say
+) -> Iterator[Sample]:
+    """Those that fit; tells how many do not. Raises DataError if there are none."""
+    total = skipped = 0
+    for exchange in source.exchanges():
+        total += 1
+        try:
+            sample = exchange_sample(exchange, codec, length, end_id)
+        except QuestionTooLong:
+            skipped += 1
+            continue
+        yield sample
+    if skipped == total:
+        raise DataError(f"{source}: none of its {total} questions fits into {length} tokens")
+    if skipped:
+        say(f"{source}: skipped {skipped} of {total} questions, longer than {length} tokens")
+
+
+def answer_end_id(codec: TextCodec, end_ids: Sequence[int]) -> int:
+    """The id that ends an answer: the chat's where the model has a template, else the first."""
+    chat = codec.tokenizer.eos_token_id
+    if codec.tokenizer.chat_template and chat in end_ids:
+        return chat
+    return end_ids[0] if end_ids else 0
 
 
 def exchange_sample(exchange: Exchange, codec: TextCodec, length: int, end_id: int) -> Sample:
     """An exchange as ids of at most `length`, in the model's chat template where it has one.
 
-    The document loses its end, the answer at most all beyond a quarter of the length.
+    The document loses its end, the answer at most all beyond a quarter of the length. Raises
+    QuestionTooLong.
     """
     answer = codec.tokenizer(exchange.answer, add_special_tokens=False)["input_ids"]
     answer = [*answer[: length // 4 - 1], end_id]
@@ -136,8 +200,11 @@ def exchange_sample(exchange: Exchange, codec: TextCodec, length: int, end_id: i
 
 
 def document_prompt(codec: TextCodec, document: str, question: str, length: int) -> list[int]:
-    """Ids of document and question in at most `length` tokens; see `fit_prompt`."""
+    """Ids of document and question in at most `length` tokens; see `fit_prompt`.
+
+    Raises QuestionTooLong if the question alone does not fit.
+    """
     prompt = fit_prompt(codec, document, question, length)
     if prompt is None:
-        raise DataError(f"the question {question[:40]!r} does not fit into {length} tokens")
+        raise QuestionTooLong(f"the question {question[:40]!r} does not fit into {length} tokens")
     return list(prompt.ids)

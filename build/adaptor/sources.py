@@ -2,20 +2,24 @@
 
 A source is written NAME or NAME=PATH. NAME is a data set below; with a PATH its rows are read from
 a local JSON lines file instead of the hub. Three names need a PATH: `text` (a text file, or JSON
-lines with "text"), `ids` (a .npy array of token ids) and `samples` (what `masw-train answers`
-writes).
+lines with "text": .json or .jsonl), `ids` (a .npy array of token ids) and `samples` (what
+`masw-train answers` writes). Text and JSON lines may be compressed (.gz).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .samples import DataError, read_rows
+from .samples import DataError, field_of, located, read_lines, read_rows
 
 Row = dict[str, Any]
+_JSON_LINES = (".jsonl", ".json")
+# What LongAlpaca writes between a paper or book and what it asks about it.
+_MATERIAL_ENDS = re.compile(r"\s*Now the (?:second )?(?:paper|material|book) ends\.\s*")
 
 
 @dataclass(frozen=True)
@@ -29,47 +33,72 @@ class Exchange:
 
 @dataclass(frozen=True)
 class DataSet:
-    """How rows of a data set become plain documents and exchanges.
-
-    hub: its identifier; config: its configuration there, if any.
-    """
+    """How rows of a data set, `hub` on the hub, become plain documents and exchanges."""
 
     hub: str
     document: Callable[[Row], str]
     exchanges: Callable[[Row], list[Exchange]]
-    config: str | None = None
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: field_of(row, name, str)
 
 
 def _summary(document: str, summary: str, kind: str) -> Callable[[Row], list[Exchange]]:
     question = f"Summarise this {kind}."
-    return lambda row: [Exchange(row[document], question, row[summary])]
+    document_of, summary_of = _text(document), _text(summary)
+    return lambda row: [Exchange(document_of(row), question, summary_of(row))]
 
 
 def _meeting(row: Row) -> list[Exchange]:
-    return [Exchange(row["transcript"], q["query"], q["answer"]) for q in row["queries"]]
+    transcript = field_of(row, "transcript", str)
+    return [
+        Exchange(transcript, field_of(query, "query", str), field_of(query, "answer", str))
+        for query in field_of(row, "queries", list)
+    ]
+
+
+def _instruction(row: Row) -> tuple[str, str]:
+    """Document and question of a LongAlpaca row.
+
+    The question follows the sentence that ends the material, or is the instruction about an input,
+    or the instruction's last line.
+    """
+    instruction = field_of(row, "instruction", str)
+    ends = [*_MATERIAL_ENDS.finditer(instruction)]
+    if ends:
+        return instruction[: ends[-1].start()], instruction[ends[-1].end() :].strip()
+    if row.get("input"):
+        return field_of(row, "input", str), instruction
+    document, _, question = instruction.rstrip().rpartition("\n")
+    return document.rstrip(), question
+
+
+def _instructed(row: Row) -> list[Exchange]:
+    return [Exchange(*_instruction(row), field_of(row, "output", str))]
 
 
 DATA_SETS = {
     "redpajama": DataSet(
-        "togethercomputer/RedPajama-Data-1T-Sample", lambda row: row["text"], lambda row: []
+        "liang2kl/RedPajama-Data-1T-Sample-Backup",  # as parquet; the original needs a script
+        _text("text"),
+        lambda row: [],
     ),
     "longalpaca": DataSet(
         "Yukang/LongAlpaca-12k",
-        lambda row: f"{row['instruction']}\n\n{row['output']}",
-        lambda row: [Exchange("", row["instruction"], row["output"])],
+        lambda row: f"{field_of(row, 'instruction', str)}\n\n{field_of(row, 'output', str)}",
+        _instructed,
     ),
     "booksum": DataSet(
-        "kmfoda/booksum", lambda row: row["chapter"], _summary("chapter", "summary_text", "chapter")
+        "kmfoda/booksum", _text("chapter"), _summary("chapter", "summary_text", "chapter")
     ),
-    "qmsum": DataSet("", lambda row: row["transcript"], _meeting),
+    "qmsum": DataSet("", _text("transcript"), _meeting),
     "govreport": DataSet(
-        "ccdv/govreport-summarization",
-        lambda row: row["report"],
-        _summary("report", "summary", "report"),
+        "ccdv/govreport-summarization", _text("report"), _summary("report", "summary", "report")
     ),
     "multinews": DataSet(
-        "alexfabbri/multi_news",
-        lambda row: row["document"],
+        "Awesome075/multi_news_parquet",  # the original needs a script
+        _text("document"),
         _summary("document", "summary", "collection of news"),
     ),
 }
@@ -117,28 +146,43 @@ class Source:
 
     def _read(self, convert: Callable[[Row], Any]) -> Iterator[Any]:
         for row, place in self._rows():
-            try:
-                yield convert(row)
-            except (KeyError, TypeError) as error:
-                raise DataError(f"{place}: no row of {self.name}: {error!r} is missing") from None
+            with located(f"{place}: no row of {self.name}"):
+                converted = convert(row)
+            yield converted
 
     def _rows(self) -> Iterator[tuple[Row, str]]:
         if self.path is not None:
             yield from read_rows(self.path)
             return
-        from datasets import load_dataset
+        hub = DATA_SETS[self.name].hub
+        for number, row in enumerate(self._load(hub)):
+            yield row, f"{hub} row {number}"
 
-        known = DATA_SETS[self.name]
-        rows = load_dataset(known.hub, known.config, split="train", streaming=True)
-        for number, row in enumerate(rows):
-            yield row, f"{known.hub} row {number}"
+    def _load(self, hub: str) -> Any:
+        local = f"or give {self.name}=PATH, JSON lines with the same fields"
+        try:
+            from datasets import load_dataset
+        except ModuleNotFoundError:
+            raise DataError(
+                f"data {self.name!r} by name needs the package datasets: pip install datasets, "
+                f"{local}"
+            ) from None
+        try:
+            return load_dataset(hub, split="train", streaming=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise DataError(f"{hub} cannot be read ({error}); try again, {local}") from None
+
+
+def read_text(path: Path) -> str:
+    """A text file (.gz: compressed). Raises DataError for one that is no UTF-8."""
+    return "".join(line for line, _ in read_lines(path))
 
 
 def _texts(path: Path) -> Iterator[str]:
-    if path.suffix != ".jsonl":
-        yield path.read_text(encoding="utf-8", errors="replace")
+    if not path.name.removesuffix(".gz").endswith(_JSON_LINES):
+        yield read_text(path)
         return
     for row, place in read_rows(path):
-        if not isinstance(row.get("text"), str):
-            raise DataError(f'{place}: a line holds {{"text": ...}}')
-        yield row["text"]
+        with located(place):
+            text = field_of(row, "text", str)
+        yield text

@@ -1,5 +1,6 @@
 """Where training data comes from: data sets, local files, prompts; and what is refused."""
 
+import gzip
 import json
 import sys
 from types import SimpleNamespace
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 
 from masw.build.adaptor.prompts import CODE, QUOTE, SUMMARY, PromptMaker, read_meetings
-from masw.build.adaptor.rows import exchange_sample, pretraining_rows, tuning_rows
-from masw.build.adaptor.samples import DataError, Sample, read_samples, write_samples
+from masw.build.adaptor.rows import answer_end_id, exchange_sample, pretraining_rows, tuning_rows
+from masw.build.adaptor.samples import DataError, Sample, read_rows, read_samples, write_samples
 from masw.build.adaptor.sources import DATA_SETS, Exchange, Source
 from masw.engines.text import TextCodec
 from tests.tiny_tokenizers import byte_level
@@ -77,8 +78,40 @@ def test_a_data_set_by_name_is_read_from_the_hub(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert list(Source("govreport").documents()) == ["a long report"]
-    where = ("ccdv/govreport-summarization", None)
+    where = ("ccdv/govreport-summarization",)
     assert asked == [(where, {"split": "train", "streaming": True})]
+
+
+def test_a_data_set_that_cannot_be_had_by_name_tells_the_remedy(monkeypatch):
+    def load_dataset(*where, **options):
+        raise RuntimeError("Dataset scripts are no longer supported")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(DataError, match=r"no longer supported.*or give multinews=PATH"):
+        list(Source("multinews").documents())
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="pip install datasets, or give multinews=PATH"):
+        list(Source("multinews").documents())
+
+
+PAPER = "Below is a paper. Memorize it.\n The paper begins. \n It was\n\nlong."
+
+
+@pytest.mark.parametrize(
+    ("row", "document", "question"),
+    [
+        ({"instruction": f"{PAPER} \n Now the paper ends. \nWhy?\n"}, PAPER, "Why?"),
+        ({"instruction": f"{PAPER}\n Now the material ends. What?"}, PAPER, "What?"),
+        ({"instruction": f"{PAPER} Now the second paper ends.Both?"}, PAPER, "Both?"),
+        ({"instruction": "Sort these.", "input": "b, a"}, "b, a", "Sort these."),
+        ({"instruction": "some text\n\nwho?\n", "input": ""}, "some text", "who?"),
+        ({"instruction": "who?", "input": None, "file": ""}, "", "who?"),
+    ],
+)
+def test_a_long_instruction_is_a_document_and_a_question(row, document, question, tmp_path):
+    path = write_rows(tmp_path / "r.jsonl", row | {"output": "so"})
+    [exchange] = Source("longalpaca", path).exchanges()
+    assert exchange == Exchange(document, question, "so")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +135,95 @@ def test_a_wrong_row_is_named_by_file_and_line(tmp_path):
     path.write_text('{"report": \n')
     with pytest.raises(DataError, match=r"r\.jsonl:1: no JSON"):
         list(Source("govreport", path).documents())
+
+
+def refused(read, *where):
+    with pytest.raises(DataError) as raised:
+        list(read(*where))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("booksum", {"chapter": "c", "summary_text": None}, "'summary_text' is null; it must be"),
+        ("qmsum", {"transcript": "A: x", "queries": ["who?"]}, "is no object with 'query'"),
+        ("qmsum", {"transcript": ["x"], "queries": []}, "'transcript' is [\"x\"]"),
+        ("longalpaca", {"instruction": "a"}, "'output' is missing"),
+    ],
+)
+def test_a_field_that_is_no_text_is_named_with_its_place(name, row, message, tmp_path):
+    path = write_rows(tmp_path / "r.jsonl", ROWS[name], row)
+    told = refused(Source(name, path).exchanges)
+    assert told.startswith(f"{path}:2: no row of {name}: ") and message in told
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_bytes_that_cannot_be_read_are_named_with_their_place(name, tmp_path):
+    path = tmp_path / name
+    content = b'{"text": "one"}\n{"text": "caf\xe9"}\n'
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert refused(read_rows, path) == f"{path}:2: byte 0xe9 at 14 is no UTF-8"
+    plain = tmp_path / name.replace("jsonl", "txt")
+    path.rename(plain)
+    assert refused(Source("text", plain).documents) == f"{plain}:2: byte 0xe9 at 14 is no UTF-8"
+
+
+def test_a_cut_gzip_file_is_named_with_its_place(tmp_path):
+    path = tmp_path / "r.jsonl.gz"
+    whole = gzip.compress(b'{"text": "one"}\n', mtime=0)
+    for content in (whole[:-6], b'{"text": "one"}\n', whole[:12] + b"\xff" + whole[13:]):
+        path.write_bytes(content)
+        assert refused(read_rows, path).startswith(f"{path}:")
+        assert "no whole gzip file" in refused(read_rows, path)
+
+
+def test_text_is_read_by_its_suffix_compressed_or_not(tmp_path):
+    lines, plain = '{"text": "one"}\n{"text": "two"}\n', "one\ntwo\n"
+    for name, content in (("a.jsonl", lines), ("a.json", lines), ("a.txt", plain), ("a", plain)):
+        expected = [plain] if content is plain else ["one", "two"]
+        for path, written in (
+            (tmp_path / name, content.encode()),
+            (tmp_path / f"{name}.gz", gzip.compress(content.encode())),
+        ):
+            path.write_bytes(written)
+            assert list(Source("text", path).documents()) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "abc"}, 'prompt is "abc"; it must be a list of token ids'),
+        ({"prompt": [1, -5]}, "prompt has -5; token ids are whole numbers from 0 on"),
+        ({"prompt": [1], "answer": [2.5]}, "answer has 2.5; token ids are whole numbers"),
+        ({"prompt": [1, None]}, "prompt has null; token ids"),
+        ({"prompt": [True]}, "prompt has true; token ids are whole numbers"),
+        ({"prompt": [1], "prefix": "2048"}, "'prefix' is \"2048\"; it must be a whole number"),
+    ],
+)
+def test_samples_hold_token_ids_only(fields, message, tmp_path):
+    assert message in refused(lambda: Sample(**fields))
+    path = write_rows(tmp_path / "s.jsonl", {"prompt": [1]}, fields)
+    assert refused(read_samples, path) == f"{path}:2: {refused(lambda: Sample(**fields))}"
+
+
+def test_ids_that_the_model_lacks_are_refused(codec, tmp_path):
+    samples, ids = tmp_path / "s.jsonl", tmp_path / "c.npy"
+    write_samples(samples, [Sample((5, 6), (7,)), Sample((5, 307), (7,))])
+    limits = codec, 16, 2, print, 307
+    told = f"{samples}: sample 2: token id 307 is not of this model: it has 0 to 306"
+    assert refused(pretraining_rows, [Source("samples", samples)], *limits) == told
+    tuned = [Source("samples", samples)], codec, (16,), 2, 1.0, print, 307
+    assert refused(tuning_rows, *tuned) == told
+    for array, message in (
+        (np.array([1, 307]), "id 307 at 1; it must be 0 to 306"),
+        (np.array([-1, 3]), "id -1 at 0; it must be 0 to 306"),
+        (np.array([0.5]), "ids are float64 of shape (1,); give integers"),
+    ):
+        np.save(ids, array)
+        assert message in refused(pretraining_rows, [Source("ids", ids)], *limits)
+    ids.write_text("1 2 3")
+    assert f"{ids}: no .npy array" in refused(pretraining_rows, [Source("ids", ids)], *limits)
 
 
 def test_pretraining_packs_text_files_and_ids(codec, tmp_path):
@@ -137,6 +259,25 @@ def test_a_long_document_is_cut_before_question_and_answer(codec):
     assert 80 <= len(sample.ids) <= 96
     assert "What is it?" in codec.decode(sample.prompt)
     assert sample.answer[-1] == 2
+
+
+def test_questions_that_do_not_fit_are_skipped_and_counted(codec, tmp_path):
+    fits, too_long = ({"instruction": text, "output": "so"} for text in ("who?", "word " * 99))
+    path, told = write_rows(tmp_path / "r.jsonl", too_long, fits, too_long), []
+    [rows] = tuning_rows([Source("longalpaca", path)], codec, (96,), 2, 1.0, told.append)
+    assert len(rows) == 1
+    assert told[1] == "longalpaca=r.jsonl: skipped 2 of 3 questions, longer than 96 tokens"
+    write_rows(path, too_long)
+    with pytest.raises(DataError, match=r"r\.jsonl: none of its 1 questions fits into 96"):
+        tuning_rows([Source("longalpaca", path)], codec, (96,), 2, 1.0, told.append)
+
+
+def test_an_answer_in_a_chat_ends_with_the_chats_end_id(codec, tmp_path):
+    chat_end = codec.tokenizer.eos_token_id
+    assert answer_end_id(codec, (7, chat_end)) == chat_end
+    assert answer_end_id(codec, (7, 8)) == 7
+    assert answer_end_id(codec, ()) == 0
+    assert answer_end_id(TextCodec(byte_level(tmp_path, template=None)), (7, chat_end)) == 7
 
 
 def meeting(name, turns=40):
