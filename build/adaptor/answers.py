@@ -8,20 +8,28 @@ from pathlib import Path
 
 import torch
 
+from ...engines.config import end_ids
 from ...engines.target import until_end
-from .samples import Sample
+from .samples import Sample, check_vocabulary, located
 
 
 class Answerer:
-    """Greedy answers by Hugging Face's `generate`, in batches of prompts of similar length."""
+    """Greedy answers by Hugging Face's `generate`, in batches of prompts of similar length.
+
+    Every token is the argmax: of the folder's own way to generate (penalties, suppressed tokens)
+    only the end ids are kept.
+    """
 
     def __init__(self, model: Path, dtype: torch.dtype, device: str = "cpu"):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         self.model = loaded.to(device).requires_grad_(False).eval()
-        self.device, eos = device, self.model.generation_config.eos_token_id
-        self.end_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        self.device, self.end_ids = device, list(end_ids(model))
+        # `generate` takes from here whatever a call leaves open.
+        self.model.generation_config = GenerationConfig(
+            do_sample=False, eos_token_id=self.end_ids or None, pad_token_id=0
+        )
 
     def run(
         self, samples: Sequence[Sample], max_tokens: int, batch_size: int, done: int = 0
@@ -29,7 +37,11 @@ class Answerer:
         """The samples with answers of at most `max_tokens`, end id included, batch by batch.
 
         Short prompts first; done: how many of them, in this order, have their answers already.
+        Raises DataError for a prompt with ids that the model lacks.
         """
+        for sample in samples:
+            with located(f"sample {sample.name!r}"):
+                check_vocabulary(sample.prompt, self.model.config.vocab_size)
         order = sorted(samples, key=lambda sample: len(sample.prompt))
         for start in range(done, len(order), batch_size):
             batch = order[start : start + batch_size]
@@ -49,8 +61,6 @@ class Answerer:
         generated = self.model.generate(
             ids.to(self.device),
             attention_mask=mask.to(self.device),
-            do_sample=False,
             max_new_tokens=max_tokens,
-            pad_token_id=0,
         )[:, longest:]
         return [until_end(answer, self.end_ids) for answer in generated.tolist()]
