@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -16,8 +17,8 @@ from ..engines.pair import DTYPES
 from ..engines.recipes import EMBEDDED
 from ..engines.text import TextCodec
 from .adaptor.journal import Journal
-from .adaptor.prompts import CODE, TEXT, PromptMaker, read_meetings, read_texts
-from .adaptor.samples import Sample, read_samples, write_samples
+from .adaptor.prompts import CODE, QUOTE, SUMMARY, TEXT, PromptMaker, read_meetings, read_texts
+from .adaptor.samples import DataError, Sample, read_samples, write_samples
 from .bench.record import progress
 from .options import numbers
 from .target_folder import model_fingerprint
@@ -41,18 +42,28 @@ def prompts(
     with failures():
         codec, found = TextCodec(model_folder(model)), []
         read = read_meetings(meetings) if meetings else []
-        if code is not None and not code.is_dir():
-            raise ValueError(f"code is {code}; it must be a folder of Python files")
-        files = standard_library() if code is None else sorted(code.rglob("*.py"))
+        programs, texts = python_texts(code), read_texts(text or [])
         for prefix in numbers(prefixes):
             maker = PromptMaker(codec, prefix, seed, random_start)
-            kinds = [maker.continuations(read_texts(files), CODE)]
-            kinds += [maker.summaries(read), maker.quotes(read)] if read else []
-            kinds += [maker.continuations(read_texts(text), TEXT)] if text else []
-            for kind in kinds:
-                found += islice(kind, count)
+            kinds = {CODE: maker.continuations(programs, CODE)}
+            if read:
+                kinds |= {SUMMARY: maker.summaries(read), QUOTE: maker.quotes(read)}
+            if texts:
+                kinds[TEXT] = maker.continuations(texts, TEXT)
+            for kind, drawn in kinds.items():
+                found += first_of(drawn, count, f"{kind} prompts of {prefix} tokens")
         write_samples(out, found)
         say(f"{len(found)} prompts in {out}")
+
+
+def first_of(drawn: Iterator[Sample], count: int, what: str) -> list[Sample]:
+    """At most `count`; tells if there are fewer. Raises DataError if there is none."""
+    found = list(islice(drawn, count))
+    if not found:
+        raise DataError(f"no {what}: give longer documents, or smaller --prefixes")
+    if len(found) < count:
+        say(f"{len(found)} of {count} {what}; the documents hold no more")
+    return found
 
 
 def answers(
@@ -74,7 +85,7 @@ def answers(
         samples, folder = read_samples(prompts), model_folder(model)
         belongs = {"prompts": file_sha256(prompts), "model": model_fingerprint(folder)}
         belongs |= {"max_tokens": max_tokens, "dtype": dtype}
-        journal = Journal(out.with_name(out.name + ".journal"), belongs)
+        journal = Journal(out.with_name(out.name + ".journal"), belongs, alone=True)
         done = len(journal.rows)
         answerer = Answerer(folder, DTYPES[dtype], device)
         with progress(-(-(len(samples) - done) // batch_size)) as tick:
@@ -84,6 +95,22 @@ def answers(
                 tick(f"{len(journal.rows)} of {len(samples)} answers")
         write_samples(out, (Sample(**row) for row in journal.rows))
         journal.path.unlink()
+
+
+def python_texts(folder: Path | None) -> list[tuple[str, str]]:
+    """Python files of a folder, or the standard library's, as (name, text).
+
+    Tells which are left out, as no UTF-8.
+    """
+    if folder is not None and not folder.is_dir():
+        raise DataError(f"code is {folder}; it must be a folder of Python files")
+    found = []
+    for path in standard_library() if folder is None else sorted(folder.rglob("*.py")):
+        try:
+            found += read_texts([path])
+        except DataError as error:
+            say(f"left out: {error}")
+    return found
 
 
 def standard_library() -> list[Path]:

@@ -1,5 +1,6 @@
 """`masw-train` from end to end on a tiny model: what it writes, resumes, prints and refuses."""
 
+import gc
 import json
 import os
 import subprocess
@@ -243,28 +244,80 @@ def test_stopped_answers_go_on_with_those_that_are_missing(model, tmp_path, monk
         return answer(answerer, batch, max_tokens)
 
     monkeypatch.setattr(Answerer, "_answers", dies_at_the_second_batch)
-    stopped = call(*command, tmp_path / "a.jsonl", "--max-tokens", "12", code=130)
-    assert "the same command resumes" in stopped.stderr and not (tmp_path / "a.jsonl").exists()
-    other = call(*command, tmp_path / "a.jsonl", "--max-tokens", "13", code=1)
-    assert "begun with other settings (max_tokens)" in other.stderr
+    stopped = call(*command, tmp_path / "a.jsonl", "--max-tokens", "12", code=130).stderr
+    assert "the same command resumes" in stopped and not (tmp_path / "a.jsonl").exists()
+    gc.collect()  # the journal is open, and so in use, as long as the traceback
+    other = call(*command, tmp_path / "a.jsonl", "--max-tokens", "13", code=1).stderr
+    assert "begun with other settings (max_tokens)" in other
+    gc.collect()
     call(*command, tmp_path / "a.jsonl", "--max-tokens", "12")
     assert asked == [37, 38, 39, 40, 39, 40, 40]
     assert read_samples(tmp_path / "a.jsonl") == read_samples(tmp_path / "whole.jsonl")
     assert not list(tmp_path.glob("*.journal"))
 
 
+def plain_greedy(model, prompt, tokens):
+    """The argmax of every forward over all ids so far, up to the end id."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + tokens and (len(ids) == len(prompt) or ids[-1] != 2):
+        ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+    return ids[len(prompt) :]
+
+
+def test_answers_are_the_argmax_whatever_the_folder_says_of_generating(hf_model, tmp_path):
+    folder = save_model(tmp_path / "m", "llama")
+    written = json.loads((folder / "generation_config.json").read_text())
+    other = {"repetition_penalty": 1.5, "suppress_tokens": [5], "min_new_tokens": 9, "num_beams": 2}
+    (folder / "generation_config.json").write_text(json.dumps(written | other))
+    prompts = [Sample(random_ids(n, n)) for n in (12, 15)]
+    [answered] = Answerer(folder, torch.float32).run(prompts, 20, 2)
+    plain = [plain_greedy(hf_model("llama"), prompt.prompt, 20) for prompt in prompts]
+    assert [list(sample.answer) for sample in answered] == plain
+    assert any(len(set(answer)) < len(answer) for answer in plain)  # a penalty would tell
+
+
+def test_answers_refuse_other_types_and_ids(model, tmp_path):
+    write_samples(tmp_path / "p.jsonl", [Sample((4, 307), name="n")])
+    command = ["answers", tmp_path / "p.jsonl", tmp_path / "a.jsonl", "--model", model]
+    refused = call(*command, "--dtype", "fp32", code=2).stderr
+    assert "'fp32' is none of float32, bfloat16, float16" in refused
+    assert "sample 'n': token id 307 is not of this model" in call(*command, code=1).stderr
+
+
+def write_meetings(path, count):
+    turns = [f"Speaker {i}: " + " ".join("abcde"[(i + j) % 5] for j in range(60)) for i in range(6)]
+    queries = [{"query": "who?", "answer": "a"}]
+    row = {"meeting_id": "m", "transcript": "\n".join(turns), "queries": queries}
+    path.write_text("".join(json.dumps(row | {"meeting_id": f"m{i}"}) + "\n" for i in range(count)))
+    return path
+
+
 def test_prompts_come_from_code_meetings_and_text(model, tmp_path):
     (tmp_path / "m.py").write_text("x = 1\n" * 400)
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\n" * 400)
     (tmp_path / "t.txt").write_text("a line of text\n" * 400)
-    options = ["--code", tmp_path, "--text", tmp_path / "t.txt", "--prefixes", "100,200"]
-    call("prompts", tmp_path / "p.jsonl", *options, "--model", model)
-    found = [(s.kind, s.prefix, len(s.prompt), s.name) for s in read_samples(tmp_path / "p.jsonl")]
-    assert found == [
-        ("code", 100, 100, "m.py"),
-        ("text", 100, 100, "t.txt"),
-        ("code", 200, 200, "m.py"),
-        ("text", 200, 200, "t.txt"),
+    options = ["--code", tmp_path, "--text", tmp_path / "t.txt", "--prefixes", "500,600"]
+    options += ["--meetings", write_meetings(tmp_path / "q.jsonl", 1), "--count", "1"]
+    told = call("prompts", tmp_path / "p.jsonl", *options, "--model", model).stderr
+    assert "left out" in told and "latin.py:1: byte 0xe9" in told and " of 1 " not in told
+    found = read_samples(tmp_path / "p.jsonl")
+    kinds = [("code", "m.py"), ("summary", "m0"), ("quote", "m0"), ("text", "t.txt")]
+    assert [(s.prefix, s.kind, s.name) for s in found] == [
+        (prefix, *kind) for prefix in (500, 600) for kind in kinds
     ]
+    assert all(sample.prefix - 20 <= len(sample.prompt) <= sample.prefix for sample in found)
+
+
+def test_fewer_prompts_than_asked_are_told_and_none_is_refused(model, tmp_path):
+    (tmp_path / "m.py").write_text("x = 1\n" * 400)
+    meetings = write_meetings(tmp_path / "q.jsonl", 2)
+    command = ["prompts", tmp_path / "p.jsonl", "--code", tmp_path, "--meetings", meetings]
+    command += ["--model", model, "--prefixes"]
+    told = call(*command, "500").stderr
+    assert "1 of 8 code prompts of 500 tokens" in told
+    assert "2 of 8 summary prompts of 500 tokens" in told
+    assert "no summary prompts of 1000 tokens" in call(*command, "1000", code=1).stderr
+    assert "no code prompts of 9000 tokens" in call(*command, "9000", code=1).stderr
 
 
 def test_a_code_folder_that_is_not_there_is_named(model, tmp_path):

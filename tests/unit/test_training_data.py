@@ -158,6 +158,13 @@ def test_a_field_that_is_no_text_is_named_with_its_place(name, row, message, tmp
     assert told.startswith(f"{path}:2: no row of {name}: ") and message in told
 
 
+def test_meetings_of_another_shape_are_named_with_their_place(tmp_path):
+    path = write_rows(tmp_path / "m.jsonl", meeting("a"), {"transcript": "A: x", "queries": []})
+    assert refused(read_meetings, path) == f"{path}:2: no meeting: 'meeting_id' is missing"
+    path.write_text("\n")
+    assert refused(read_meetings, path) == f"{path} holds no meetings"
+
+
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
 def test_bytes_that_cannot_be_read_are_named_with_their_place(name, tmp_path):
     path = tmp_path / name
@@ -313,6 +320,30 @@ def test_quotes_give_the_first_words_of_a_turn_of_the_document(codec, meetings):
         assert len(given.split()) == 8 and sample.kind == QUOTE
         assert text.count(given) == 3  # in the document, in the question, and to begin with
         assert len(sample.prompt) <= 3000
+
+
+@pytest.mark.parametrize("random_start", [False, True])
+def test_no_prompt_comes_twice(codec, random_start, tmp_path):
+    one, other = meeting("one"), meeting("other")
+    other["transcript"] = other["transcript"].replace("word", "term")
+    other["queries"] = [{"query": f"query {k}", "answer": "a"} for k in range(5)]
+    read = read_meetings(write_rows(tmp_path / "m.jsonl", one, other))
+    maker = PromptMaker(codec, 3000, random_start=random_start)
+    asked = [sample.prompt for sample in maker.summaries(read)]
+    assert len(set(asked)) == len(asked) and (random_start or len(asked) == 2 + 5)
+    quoted = [sample.prompt for sample, _ in zip(maker.quotes(read), range(12), strict=False)]
+    assert len(set(quoted)) == len(quoted) > 6
+
+
+def test_turns_without_a_speaker_are_not_quoted(codec, tmp_path):
+    row = meeting("m")
+    lines = row["transcript"].split("\n")
+    row["transcript"] = "\n".join(
+        line if i == 3 else line.partition(": ")[2] for i, line in enumerate(lines)
+    )
+    read = read_meetings(write_rows(tmp_path / "m.jsonl", row))
+    [quote] = PromptMaker(codec, 3000).quotes(read)
+    assert 'Speaker 0 begins with "word3x0' in codec.decode(quote.prompt)
 
 
 def test_random_starts_differ_and_are_seeded(codec):
