@@ -78,7 +78,7 @@ def _sample(row: dict, place: str) -> Sample:
 
 
 def _ids(values: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(values, (list, tuple)):
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise DataError(f"{name} is {_shown(values)}; it must be a list of token ids")
     wrong = [i for i in values if type(i) is not int or i < 0]
     if wrong:

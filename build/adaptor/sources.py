@@ -183,6 +183,6 @@ def _texts(path: Path) -> Iterator[str]:
         yield read_text(path)
         return
     for row, place in read_rows(path):
-        with located(place):
+        with located(f'{place}: a line holds {{"text": ...}}'):
             text = field_of(row, "text", str)
         yield text
