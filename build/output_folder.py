@@ -61,6 +61,13 @@ def staged(out: Path, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(stage, ignore_errors=True)
 
 
+def write_json(path: Path, record: dict[str, Any], indent: int | None = 2) -> None:
+    """Writes a JSON file, atomically. indent: None for one line."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(record, indent=indent) + "\n")
+    part.replace(path)
+
+
 def write_provenance(stage: Path, started: datetime, **facts: Any) -> None:
     """Writes command, times, machine and versions, with `facts` about the inputs."""
     record = {
@@ -70,4 +77,4 @@ def write_provenance(stage: Path, started: datetime, **facts: Any) -> None:
         "machine": machine(),
         "versions": versions(),
     }
-    (stage / PROVENANCE).write_text(json.dumps(record | facts, indent=2) + "\n")
+    write_json(stage / PROVENANCE, record | facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -85,16 +86,17 @@ def answers(
         samples, folder = read_samples(prompts), model_folder(model)
         belongs = {"prompts": file_sha256(prompts), "model": model_fingerprint(folder)}
         belongs |= {"max_tokens": max_tokens, "dtype": dtype}
-        journal = Journal(out.with_name(out.name + ".journal"), belongs, alone=True)
-        done = len(journal.rows)
-        answerer = Answerer(folder, DTYPES[dtype], device)
-        with progress(-(-(len(samples) - done) // batch_size)) as tick:
-            for batch in answerer.run(samples, max_tokens, batch_size, done):
-                for sample in batch:
-                    journal.append(asdict(sample))
-                tick(f"{len(journal.rows)} of {len(samples)} answers")
-        write_samples(out, (Sample(**row) for row in journal.rows))
-        journal.path.unlink()
+        kept = out.with_name(out.name + ".journal")
+        with closing(Journal(kept, belongs, alone=True)) as journal:
+            done = len(journal.rows)
+            answerer = Answerer(folder, DTYPES[dtype], device)
+            with progress(-(-(len(samples) - done) // batch_size)) as tick:
+                for batch in answerer.run(samples, max_tokens, batch_size, done):
+                    for sample in batch:
+                        journal.append(asdict(sample))
+                    tick(f"{len(journal.rows)} of {len(samples)} answers")
+            write_samples(out, (Sample(**row) for row in journal.rows))
+            kept.unlink()
 
 
 def python_texts(folder: Path | None) -> list[tuple[str, str]]:

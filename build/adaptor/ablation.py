@@ -12,19 +12,19 @@ from typing import Any
 from ...engines.adaptor import Adaptor
 from ...engines.config import DecoderConfig
 from ...engines.decoder import Decoder
-from ...engines.engine_folder import file_sha256
 from ...engines.pair import DTYPES
 from ..bench.record import device_name, machine, rounded, versions
+from ..output_folder import write_json
 from ..target_folder import model_fingerprint
 from .arms import PRETRAIN, SFT, Arm, curve_steps
 from .comparison import check_samples, overall
 from .evaluation import DraftMemory, Evaluator
 from .journal import differing
-from .rows import Rows, pretraining_rows, tuning_rows
+from .rows import Rows, check_lengths, training_rows
 from .samples import Sample
 from .schedule import Schedule
 from .settings import TrainSettings
-from .sources import Source
+from .sources import Source, digests
 from .summary import Summary, summaries
 from .training import StepReport, Trainer
 
@@ -49,8 +49,10 @@ class Laboratory:
         Raises ValueError, before any training, for samples that cannot be evaluated and for a
         result in `out` that other settings, data, model or samples gave.
         """
-        positions = DecoderConfig.load(self.model).max_positions
-        check_samples(self.samples, self.max_tokens, positions)
+        model = DecoderConfig.load(self.model)
+        check_samples(self.samples, self.max_tokens, model)
+        for arm in arms:
+            check_lengths(arm.settings, model)
         out.mkdir(parents=True, exist_ok=True)
         kept = {arm: self._kept(arm, path) for arm in arms if (path := _file(out, arm)).is_file()}
         done = {arm.key: result for arm, result in kept.items()}
@@ -59,7 +61,7 @@ class Laboratory:
                 say(f"{arm.group}: {arm.name}")
                 result = done.get(arm.key) or self._run(arm)
                 done[arm.key] = kept[arm] = result | {"group": arm.group, "name": arm.name}
-                _write(_file(out, arm), kept[arm])
+                write_json(_file(out, arm), kept[arm], indent=None)
             yield kept[arm]
 
     def _kept(self, arm: Arm, path: Path) -> dict[str, Any]:
@@ -77,15 +79,11 @@ class Laboratory:
 
     def _inputs(self, arm: Arm) -> dict[str, Any]:
         """What decides an arm's result beside its settings: digests of all that is read, limits."""
-        sources = {PRETRAIN: self.pretraining, SFT: self.tuning}
         samples = "".join(sample.digest for sample in self.samples)
         return {
             "stages": arm.stages,
             "model": model_fingerprint(self.model),
-            "data": {
-                stage: [[str(source), file_sha256(source.path)] for source in sources[stage]]
-                for stage in arm.stages
-            },
+            "data": {stage: digests(self._sources(stage)) for stage in arm.stages},
             "samples": hashlib.sha256(samples.encode()).hexdigest(),
             "draft_tokens": self.draft_tokens,
             "max_tokens": self.max_tokens,
@@ -96,20 +94,18 @@ class Laboratory:
         trained = Decoder.load(self.model, DTYPES[settings.dtype], self.device)
         adaptor, reports = settings.new_adaptor(trained), []
         for stage in arm.stages:
-            schedule = Schedule(self._rows(stage, arm.share, trained), arm.share)
+            schedule = Schedule(self._rows(stage, arm.share, trained.config), arm.share)
             reports += list(Trainer(trained, adaptor, schedule).run())
         return self._result(arm, reports, self._evaluate(settings, adaptor))
 
-    def _rows(self, stage: str, settings: TrainSettings, decoder: Decoder) -> list[Rows]:
+    def _rows(self, stage: str, settings: TrainSettings, model: DecoderConfig) -> list[Rows]:
         from ...engines.text import TextCodec
 
-        end_id = decoder.config.eos_ids[0] if decoder.config.eos_ids else 0
-        codec, quiet = TextCodec(self.model), lambda text: None
-        if stage == PRETRAIN:
-            length = max(settings.lengths)
-            return pretraining_rows(self.pretraining, codec, length, end_id, quiet)
-        weight = settings.prompt_weight
-        return tuning_rows(self.tuning, codec, settings.lengths, end_id, weight, quiet)
+        sources, codec = self._sources(stage), TextCodec(self.model)
+        return training_rows(sources, codec, model, settings, stage == SFT, lambda text: None)
+
+    def _sources(self, stage: str) -> Sequence[Source]:
+        return {PRETRAIN: self.pretraining, SFT: self.tuning}[stage]
 
     def _evaluate(self, settings: TrainSettings, adaptor: Adaptor) -> list[Summary]:
         decoder = Decoder.load(self.model, DTYPES["float32"], self.device)
@@ -139,10 +135,3 @@ class Laboratory:
 
 def _file(out: Path, arm: Arm) -> Path:
     return out / f"{arm.group}--{arm.name}.json".replace(" ", "_").replace("/", "_")
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result atomically."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result) + "\n")
-    part.replace(path)

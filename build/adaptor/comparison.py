@@ -10,13 +10,14 @@ from pathlib import Path
 from rich.table import Table
 
 from ...engines.adaptor import Adaptor, AdaptorConfig
+from ...engines.config import DecoderConfig
 from ...engines.decoder import Decoder
 from ...engines.engine_folder import file_sha256
 from ...plugins.slot_attention.rule import MemoryRule
 from ..bench.record import Record, device_name, new_card, rounded
 from .evaluation import DraftMemory, Evaluator, KeptOutcomes
 from .journal import Journal
-from .samples import DataError, Sample
+from .samples import DataError, Sample, check_vocabulary, located
 from .snapkv import SnapKV
 from .spread import beside_windows
 from .summary import Summary, summaries
@@ -100,13 +101,15 @@ def _transferred(trained: DraftMemory, sink: int, window: int, interval: int) ->
     return DraftMemory(name, rule, trained.adaptor)
 
 
-def check_samples(samples: Sequence[Sample], max_tokens: int, max_positions: int) -> None:
+def check_samples(samples: Sequence[Sample], max_tokens: int, model: DecoderConfig) -> None:
     """Raises DataError if there are no samples, or for one, by its name, that has no Tok./Iter."""
     if not samples:
         raise DataError("there are no samples; the file is empty")
     for sample in samples:
-        if wrong := _unusable(sample, max_tokens, max_positions):
+        if wrong := _unusable(sample, max_tokens, model.max_positions):
             raise DataError(f"sample {sample.name!r} {wrong}")
+        with located(f"sample {sample.name!r}"):
+            check_vocabulary(sample.ids, model.vocab_size)
 
 
 def _unusable(sample: Sample, max_tokens: int, max_positions: int) -> str | None:
@@ -134,7 +137,7 @@ def compare(
     kept: file of every sample's outcome; those it holds are not made again. Raises ValueError for
     samples and memories that cannot be compared, before any forward.
     """
-    check_samples(samples, comparison.max_tokens, decoder.config.max_positions)
+    check_samples(samples, comparison.max_tokens, decoder.config)
     memories(comparison, decoder, samples[0].prefix)  # what it refuses must not begin a file
     limits = comparison.draft_tokens, comparison.max_tokens
     evaluator = Evaluator(decoder, distances)

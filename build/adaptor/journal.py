@@ -26,10 +26,18 @@ class Journal:
             raise DataError(f"{path} is kept as plain JSON lines; give a name without .gz")
         self.path, self._alone = path, alone
         self._file = path.open("a+b")
-        if alone:
-            self._take()
-        with self._locked():
-            self.rows: list[dict[str, Any]] = self._begun(json.loads(json.dumps(belongs)))
+        try:
+            if alone:
+                self._take()
+            with self._locked():
+                self.rows: list[dict[str, Any]] = self._begun(json.loads(json.dumps(belongs)))
+        except DataError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets other processes have the file."""
+        self._file.close()
 
     def append(self, row: dict[str, Any]) -> None:
         """Adds a result, to the file at once."""

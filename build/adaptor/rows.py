@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ...engines.config import DecoderConfig
 from ...engines.text import TextCodec
 from ..fitting import fit_prompt
 from ..progress import Say
 from .samples import DataError, Sample, check_vocabulary, located, read_samples
+from .settings import TrainSettings
 from .sources import Exchange, Source
-
-MOST_IDS = 2**31  # what the rows' int32 holds
 
 
 class QuestionTooLong(DataError):
@@ -35,6 +35,36 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def training_rows(
+    sources: Sequence[Source],
+    codec: TextCodec,
+    model: DecoderConfig,
+    settings: TrainSettings,
+    tuning: bool,
+    say: Say,
+) -> list[Rows]:
+    """What a stage trains on, by length: questions and answers when tuning, else documents.
+
+    Raises DataError for lengths beyond the model's positions and for ids beyond its vocabulary.
+    """
+    check_lengths(settings, model)
+    if tuning:
+        end_id = answer_end_id(codec, model.eos_ids)
+        limits = settings.lengths, end_id, settings.prompt_weight
+        return tuning_rows(sources, codec, model.vocab_size, *limits, say)
+    end_id = model.eos_ids[0] if model.eos_ids else 0
+    ids = list(document_ids(sources, codec, model.vocab_size, say))
+    return [packed_rows(ids, length, end_id) for length in settings.lengths]
+
+
+def check_lengths(settings: TrainSettings, model: DecoderConfig) -> None:
+    """Raises DataError for rows longer than the model has positions."""
+    if max(settings.lengths) > model.max_positions:
+        raise DataError(
+            f"lengths has {max(settings.lengths)}; the model has {model.max_positions} positions"
+        )
 
 
 def packed_rows(documents: Iterable[Sequence[int]], length: int, end_id: int) -> Rows:
@@ -84,22 +114,10 @@ def sample_rows(
     ]
 
 
-def pretraining_rows(
-    sources: Sequence[Source],
-    codec: TextCodec,
-    length: int,
-    end_id: int,
-    say: Say,
-    vocab_size: int = MOST_IDS,
-) -> list[Rows]:
-    """All documents of the sources, packed to `length`.
-
-    vocab_size: the model's; DataError for ids beyond it.
-    """
-    return [packed_rows(_document_ids(sources, codec, say, vocab_size), length, end_id)]
-
-
-def _document_ids(sources: Sequence[Source], codec: TextCodec, say: Say, vocab_size: int):
+def document_ids(
+    sources: Sequence[Source], codec: TextCodec, vocab_size: int, say: Say
+) -> Iterator[Sequence[int]]:
+    """Ids of every document of the sources. Raises DataError for ids beyond the vocabulary."""
     for source in sources:
         say(f"reading {source}")
         if source.name == "ids":
@@ -138,15 +156,15 @@ def _samples(path: Path, vocab_size: int) -> list[Sample]:
 def tuning_rows(
     sources: Sequence[Source],
     codec: TextCodec,
+    vocab_size: int,
     lengths: Sequence[int],
     end_id: int,
     prompt_weight: float,
     say: Say,
-    vocab_size: int = MOST_IDS,
 ) -> list[Rows]:
     """All questions and answers of the sources as padded rows.
 
-    vocab_size: the model's; DataError for ids beyond it, and for a source of which nothing fits.
+    Raises DataError for ids beyond the vocabulary, and for a source of which nothing fits.
     """
 
     def samples():

@@ -22,11 +22,11 @@ from ...engines.text import TextCodec
 from ..bench.record import device_name
 from ..progress import Say
 from ..target_folder import model_fingerprint
-from .rows import Rows, pretraining_rows, tuning_rows
+from .rows import training_rows
 from .run_folder import RunFolder
 from .schedule import Schedule
 from .settings import Loss, TrainSettings
-from .sources import Source
+from .sources import Source, digests
 from .training import Ranks, StepReport, Trainer
 
 LINE_EVERY = 10.0  # seconds between progress lines where no bar can be drawn
@@ -67,7 +67,7 @@ class Run:
         return {
             "stage": "sft" if self.tuning else "pretrain",
             "model": model_fingerprint(self.model),
-            "data": [[str(source), file_sha256(source.path)] for source in self.sources],
+            "data": digests(self.sources),
             "start": file_sha256(self.start),
             "target": self.target and model_fingerprint(self.target),
         }
@@ -89,7 +89,8 @@ def _train(run: Run, ranks: Ranks, device: torch.device, say: Say) -> list[Path]
     decoder = Decoder.load(run.model, DTYPES[settings.dtype], device)
     adaptor = _adaptor(run, decoder)
     teacher = run.target and Decoder.load(run.target, DTYPES[settings.dtype], device)
-    rows = read_rows(run, decoder, say)
+    codec = TextCodec(run.model)
+    rows = training_rows(run.sources, codec, decoder.config, settings, run.tuning, say)
     schedule = Schedule(rows, settings, ranks.rank, ranks.world)
     trainer = Trainer(decoder, adaptor, schedule, teacher, ranks)
     done = folder.resume(trainer)
@@ -116,23 +117,6 @@ def _train(run: Run, ranks: Ranks, device: torch.device, say: Say) -> list[Path]
             "device": device_name(run.device),
         },
     )
-
-
-def read_rows(run: Run, decoder: Decoder, say: Say) -> list[Rows]:
-    """The run's training rows."""
-    settings, codec = run.settings, TextCodec(run.model)
-    longest = decoder.config.max_positions
-    if max(settings.lengths) > longest:
-        raise ValueError(f"lengths has {max(settings.lengths)}; the model has {longest} positions")
-    end_id = decoder.config.eos_ids[0] if decoder.config.eos_ids else 0
-    if run.tuning:
-        weight = settings.prompt_weight
-        return tuning_rows(run.sources, codec, settings.lengths, end_id, weight, say)
-    return [
-        rows
-        for length in settings.lengths
-        for rows in pretraining_rows(run.sources, codec, length, end_id, say)
-    ]
 
 
 def _adaptor(run: Run, decoder: Decoder) -> Adaptor:

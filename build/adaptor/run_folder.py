@@ -20,6 +20,7 @@ import torch
 
 from ...engines.adaptor import Adaptor
 from ..bench.record import machine, versions, without_folder
+from ..output_folder import write_json
 from .journal import differing
 from .settings import TrainSettings
 from .training import StepReport, Trainer
@@ -64,7 +65,7 @@ class RunFolder:
             trainer.load_state(self.state)
         if self.writes:
             self.path.mkdir(parents=True, exist_ok=True)
-            _write(self._known, self._wanted)
+            write_json(self._known, self._wanted)
             log = self.path / "log.jsonl"
             lines = log.read_text().splitlines() if log.is_file() else []
             log.write_text("".join(line + "\n" for line in lines[: trainer.step]))
@@ -88,11 +89,5 @@ class RunFolder:
             "versions": versions(),
             "settings": asdict(self.settings),
         }
-        _write(self.path / "provenance.json", record | facts)
+        write_json(self.path / "provenance.json", record | facts)
         return paths
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(record, indent=2) + "\n")
-    part.replace(path)

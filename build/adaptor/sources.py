@@ -9,11 +9,12 @@ lines with "text": .json or .jsonl), `ids` (a .npy array of token ids) and `samp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...engines.engine_folder import file_sha256
 from .samples import DataError, field_of, located, read_lines, read_rows
 
 Row = dict[str, Any]
@@ -186,3 +187,8 @@ def _texts(path: Path) -> Iterator[str]:
         with located(f'{place}: a line holds {{"text": ...}}'):
             text = field_of(row, "text", str)
         yield text
+
+
+def digests(sources: Sequence[Source]) -> list[list[str | None]]:
+    """Name and SHA-256 of every source; None for what the hub holds, known by name only."""
+    return [[str(source), file_sha256(source.path)] for source in sources]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from masw.build.adaptor.prompts import CODE, QUOTE, SUMMARY, PromptMaker, read_meetings
-from masw.build.adaptor.rows import answer_end_id, exchange_sample, pretraining_rows, tuning_rows
+from masw.build.adaptor.rows import answer_end_id, exchange_sample, training_rows
 from masw.build.adaptor.samples import DataError, Sample, read_rows, read_samples, write_samples
+from masw.build.adaptor.settings import TrainSettings
 from masw.build.adaptor.sources import DATA_SETS, Exchange, Source
 from masw.engines.text import TextCodec
 from tests.tiny_tokenizers import byte_level
@@ -214,23 +215,32 @@ def test_samples_hold_token_ids_only(fields, message, tmp_path):
     assert refused(read_samples, path) == f"{path}:2: {refused(lambda: Sample(**fields))}"
 
 
+def rows_of(sources, codec, length, tuning=False, say=lambda text: None):
+    model = SimpleNamespace(vocab_size=307, max_positions=128, eos_ids=(2,))
+    memory = {"sink": 2, "window": 2, "intervals": (2,)}
+    settings = TrainSettings(**memory, lengths=(length,), prompt_weight=0.0)
+    return training_rows(sources, codec, model, settings, tuning, say)
+
+
 def test_ids_that_the_model_lacks_are_refused(codec, tmp_path):
     samples, ids = tmp_path / "s.jsonl", tmp_path / "c.npy"
     write_samples(samples, [Sample((5, 6), (7,)), Sample((5, 307), (7,))])
-    limits = codec, 16, 2, print, 307
+
+    def told_of(source, tuning=False):
+        return refused(rows_of, [source], codec, 16, tuning)
+
     told = f"{samples}: sample 2: token id 307 is not of this model: it has 0 to 306"
-    assert refused(pretraining_rows, [Source("samples", samples)], *limits) == told
-    tuned = [Source("samples", samples)], codec, (16,), 2, 1.0, print, 307
-    assert refused(tuning_rows, *tuned) == told
+    assert told_of(Source("samples", samples)) == told
+    assert told_of(Source("samples", samples), tuning=True) == told
     for array, message in (
         (np.array([1, 307]), "id 307 at 1; it must be 0 to 306"),
         (np.array([-1, 3]), "id -1 at 0; it must be 0 to 306"),
         (np.array([0.5]), "ids are float64 of shape (1,); give integers"),
     ):
         np.save(ids, array)
-        assert message in refused(pretraining_rows, [Source("ids", ids)], *limits)
+        assert message in told_of(Source("ids", ids))
     ids.write_text("1 2 3")
-    assert f"{ids}: no .npy array" in refused(pretraining_rows, [Source("ids", ids)], *limits)
+    assert f"{ids}: no .npy array" in told_of(Source("ids", ids))
 
 
 def test_pretraining_packs_text_files_and_ids(codec, tmp_path):
@@ -239,7 +249,7 @@ def test_pretraining_packs_text_files_and_ids(codec, tmp_path):
     write_rows(lines, {"text": "four five. " * 20}, {"text": "six. " * 20})
     np.save(ids, np.arange(40, dtype=np.uint16))
     sources = [Source("text", plain), Source("text", lines), Source("ids", ids)]
-    [rows] = pretraining_rows(sources, codec, 16, 2, lambda text: None)
+    [rows] = rows_of(sources, codec, 16)
     stream = rows.ids.flatten().tolist()
     expected = []
     for text in ("one two three. " * 20, "four five. " * 20, "six. " * 20):
@@ -253,7 +263,7 @@ def test_tuning_rows_come_from_exchanges_and_samples(codec, tmp_path):
     samples = tmp_path / "s.jsonl.gz"
     write_samples(samples, [Sample((5, 6), (7,)), Sample((8,), ())])  # the second has no answer
     sources = [Source("qmsum", meetings), Source("samples", samples)]
-    rows = tuning_rows(sources, codec, (128,), 2, 0.0, lambda text: None)
+    rows = rows_of(sources, codec, 128, tuning=True)
     assert [len(part) for part in rows] == [3]
     answer = codec.tokenizer("A and B", add_special_tokens=False)["input_ids"]
     weighted = rows[0].ids[0][1:][rows[0].weight[0, :-1] == 1].tolist()
@@ -271,12 +281,12 @@ def test_a_long_document_is_cut_before_question_and_answer(codec):
 def test_questions_that_do_not_fit_are_skipped_and_counted(codec, tmp_path):
     fits, too_long = ({"instruction": text, "output": "so"} for text in ("who?", "word " * 99))
     path, told = write_rows(tmp_path / "r.jsonl", too_long, fits, too_long), []
-    [rows] = tuning_rows([Source("longalpaca", path)], codec, (96,), 2, 1.0, told.append)
+    [rows] = rows_of([Source("longalpaca", path)], codec, 96, True, told.append)
     assert len(rows) == 1
     assert told[1] == "longalpaca=r.jsonl: skipped 2 of 3 questions, longer than 96 tokens"
     write_rows(path, too_long)
     with pytest.raises(DataError, match=r"r\.jsonl: none of its 1 questions fits into 96"):
-        tuning_rows([Source("longalpaca", path)], codec, (96,), 2, 1.0, told.append)
+        rows_of([Source("longalpaca", path)], codec, 96, True, told.append)
 
 
 def test_an_answer_in_a_chat_ends_with_the_chats_end_id(codec, tmp_path):
