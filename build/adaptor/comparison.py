@@ -48,6 +48,11 @@ class Comparison:
     draft_tokens: int = 5
     max_tokens: int = 128
 
+    def __post_init__(self):
+        for name in ("windows", "swa"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ValueError(f"{name} has {min(getattr(self, name))}; it must be 1 or more")
+
 
 def memories(comparison: Comparison, decoder: Decoder, prefix: int) -> list[DraftMemory]:
     """All memories of a comparison at one prefix length, full KV first.

@@ -377,6 +377,7 @@ def test_outcomes_of_another_evaluation_are_refused(model, samples, tmp_path):
         (["--per-kind", "-1"], 2, "--per-kind"),
         (["--max-tokens", "4"], 1, "sample '0' has an answer of 9 tokens; max_tokens is 4"),
         (["--windows", "40,40"], 1, "2 memories are named 'window-40'"),
+        (["--windows", "0"], 1, "windows has 0; it must be 1 or more"),
         (["--dtype", "fp32"], 2, "none of float32, bfloat16, float16"),
         (["--adaptor", "x.safetensors"], 2, "give NAME=FILE"),
         (["--adaptor", "=x"], 2, "give NAME=FILE"),
