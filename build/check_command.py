@@ -15,7 +15,7 @@ from ..engines.recipe import Lane, Recipe, load_recipe
 from .checks.finding import Finding, State
 from .checks.machine import Machine
 from .checks.subject import Subject
-from .failures import failures
+from .failures import cleaned_up, failures
 from .predicted_speedup import Latencies
 from .preflight import counted, preflight, table
 
@@ -48,7 +48,7 @@ def check(
     The exit code is 0 when nothing failed, 1 otherwise. Checks that this machine cannot make are
     "unknown" and do not count. With the three measured numbers the speedup is predicted.
     """
-    with failures("masw-build"):
+    with failures("masw-build"), cleaned_up():
         stated = load_recipe(recipe)
         latencies = _latencies(stated, draft_ms, verify_ms, accepted, decode_ms)
         subject = Subject(stated, Places(root), Machine.probe(), gpu_memory, recipe)

@@ -1,6 +1,7 @@
 """`masw-build`: makes, checks and lays out what a recipe states; says how to start it.
 
-Exit codes: 0 done, and no check failed; 1 could not be done, or a check failed; 2 a usage error.
+Exit codes: 0 done, and no check failed; 1 could not be done, or a check failed; 2 a usage error,
+130 interrupted.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ..engines.recipe import load_recipe, recipe_names
 from ..engines.trtllm_module import CONTAINER
 from .draft_plan import DraftPlan, memory_card, shape_card, summary
 from .draft_settings import DraftSettings
-from .failures import failures
+from .failures import cleaned_up, failures
 
 HOW = ("recipe", "root", "dry_run", "as_json")  # say how to build, not what
 PLANNING = ("dry_run", "as_json")  # options that a build does without
@@ -86,7 +86,7 @@ def draft(
     as_json: Annotated[bool, typer.Option("--json", help="The plan as one JSON object.")] = False,
 ) -> None:
     """Builds the draft's TensorRT engine, or says what it will need (--dry-run)."""
-    with failures("masw-build"):
+    with failures("masw-build"), cleaned_up():
         settings = _settings(context, recipe, root)
         plan = settings.plan(dry_run)
         _show(plan, as_json)

@@ -19,9 +19,8 @@ EXPECTED = (
 def failures(tool: str, interrupted: str = "interrupted") -> Iterator[None]:
     """What keeps a command of `tool` from being done ends it with one line and code 1.
 
-    SIGTERM is like Ctrl-C meanwhile: what has begun is cleaned up, the code is 130.
+    Ctrl-C is code 130.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except EXPECTED as error:
@@ -30,5 +29,13 @@ def failures(tool: str, interrupted: str = "interrupted") -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo(f"{tool}: {interrupted}", err=True)
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def cleaned_up() -> Iterator[None]:
+    """SIGTERM, what `docker stop` sends, is like Ctrl-C meanwhile: what has begun is cleaned up."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)

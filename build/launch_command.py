@@ -10,7 +10,7 @@ import typer
 
 from ..engines.places import Places
 from ..engines.recipe import Launch, load_recipe
-from .failures import failures
+from .failures import cleaned_up, failures
 from .launch import TRITONSERVER, launch_plan
 
 
@@ -30,7 +30,7 @@ def launch(
     ] = False,
 ) -> None:
     """Prints the command that starts a recipe's repository; it starts nothing."""
-    with failures("masw-build"):
+    with failures("masw-build"), cleaned_up():
         place = (repository or Places(root).repository).absolute()
         plan = launch_plan(load_recipe(recipe), place, mode, host, tritonserver)
     typer.echo(json.dumps(plan.as_dict()) if as_json else plan.shell())

@@ -11,7 +11,7 @@ import typer
 from ..engines.places import Places
 from ..engines.recipe import load_recipe
 from .deployment import Layout, lay_out
-from .failures import failures
+from .failures import cleaned_up, failures
 from .launch import launch_plan
 
 
@@ -36,7 +36,7 @@ def repository(
 
     Files that are not there yet are named; the layout is complete without them.
     """
-    with failures("masw-build"):
+    with failures("masw-build"), cleaned_up():
         stated = load_recipe(recipe)
         layout = lay_out(stated, Places(root), out, decoupled)
         plan = launch_plan(stated, layout.repository.absolute())

@@ -52,18 +52,21 @@ def prompts(
             if texts:
                 kinds[TEXT] = maker.continuations(texts, TEXT)
             for kind, drawn in kinds.items():
-                found += first_of(drawn, count, f"{kind} prompts of {prefix} tokens")
+                needed = kind != CODE or code is not None
+                found += first_of(drawn, count, f"{kind} prompts of {prefix} tokens", needed)
+        if not found:
+            raise DataError("no prompts: give longer documents, or smaller --prefixes")
         write_samples(out, found)
         say(f"{len(found)} prompts in {out}")
 
 
-def first_of(drawn: Iterator[Sample], count: int, what: str) -> list[Sample]:
-    """At most `count`; tells if there are fewer. Raises DataError if there is none."""
+def first_of(drawn: Iterator[Sample], count: int, what: str, needed: bool) -> list[Sample]:
+    """At most `count`; tells if there are fewer. Raises DataError if one is needed and none."""
     found = list(islice(drawn, count))
-    if not found:
+    if needed and not found:
         raise DataError(f"no {what}: give longer documents, or smaller --prefixes")
     if len(found) < count:
-        say(f"{len(found)} of {count} {what}; the documents hold no more")
+        say(f"{len(found)} of {count} {what}: no more were found")
     return found
 
 

@@ -19,7 +19,7 @@ from ..engines.recipe import load_recipe
 from ..engines.trtllm_module import CONTAINER
 from .bench.record import new_card
 from .calibration import LENGTH, SAMPLES, Calibration
-from .failures import failures
+from .failures import cleaned_up, failures
 from .output_folder import GIB, is_used
 from .progress import Say
 from .quantization import QUANTIZATIONS
@@ -60,7 +60,7 @@ def target(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Builds the target's checkpoint and engines, or says what they will be (--config-only)."""
-    with failures("masw-build"):
+    with failures("masw-build"), cleaned_up():
         plan = TargetPlan(load_recipe(recipe))
         text = None
         if calibration is not None:

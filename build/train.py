@@ -1,6 +1,6 @@
 """`masw-train`: prompts and answers to train on, the memory adaptor itself, and what it is worth.
 
-Exit codes: 0 done, 1 could not be done, 2 a usage error.
+Exit codes: 0 done, 1 could not be done, 2 a usage error, 130 interrupted.
 """
 
 from __future__ import annotations

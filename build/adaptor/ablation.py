@@ -59,7 +59,7 @@ class Laboratory:
         for arm in arms:
             if arm not in kept:
                 say(f"{arm.group}: {arm.name}")
-                result = done.get(arm.key) or self._run(arm)
+                result = done.get(arm.key) or self._inputs(arm) | self._run(arm)
                 done[arm.key] = kept[arm] = result | {"group": arm.group, "name": arm.name}
                 write_json(_file(out, arm), kept[arm], indent=None)
             yield kept[arm]
@@ -120,7 +120,7 @@ class Laboratory:
     def _result(self, arm: Arm, reports: list[StepReport], rows: list[Summary]) -> dict[str, Any]:
         steps = curve_steps(arm.settings.steps, len(arm.stages))
         curve = [reports[step - 1] for step in steps]
-        return self._inputs(arm) | {
+        return {
             "settings": asdict(arm.settings),
             "tokens": sum(report.tokens for report in reports),
             "loss": [rounded(report.loss) for report in curve],

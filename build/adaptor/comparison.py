@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -146,11 +147,13 @@ def compare(
     memories(comparison, decoder, samples[0].prefix)  # what it refuses must not begin a file
     limits = comparison.draft_tokens, comparison.max_tokens
     evaluator = Evaluator(decoder, distances)
-    if kept is not None:
-        evaluator = KeptOutcomes(evaluator, Journal(kept, _belongs(comparison, decoder, distances)))
-    return summaries(
-        evaluator, samples, lambda prefix: memories(comparison, decoder, prefix), *limits, tick
-    )
+    with ExitStack() as stack:
+        if kept is not None:
+            journal = Journal(kept, _belongs(comparison, decoder, distances))
+            evaluator = KeptOutcomes(evaluator, stack.enter_context(closing(journal)))
+        return summaries(
+            evaluator, samples, lambda prefix: memories(comparison, decoder, prefix), *limits, tick
+        )
 
 
 def _belongs(comparison: Comparison, decoder: Decoder, distances: bool) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ class Journal:
                 self._take()
             with self._locked():
                 self.rows: list[dict[str, Any]] = self._begun(json.loads(json.dumps(belongs)))
-        except DataError:
+        except BaseException:
             self.close()
             raise
 
@@ -42,6 +43,7 @@ class Journal:
     def append(self, row: dict[str, Any]) -> None:
         """Adds a result, to the file at once."""
         with self._locked():
+            self._whole_lines()  # another process may have been killed in its row
             self._write(row)
         self.rows.append(row)
 
@@ -52,12 +54,19 @@ class Journal:
         if not content:
             self._write(belongs)
             return []
-        whole = content[: content.rfind(b"\n") + 1]
-        found = self._parsed(whole)
+        found = self._parsed(content[: content.rfind(b"\n") + 1])
         if differ := differing(found[0], belongs):
             raise DataError(f"{self.path} was begun with other settings ({', '.join(differ)})")
-        self._file.truncate(len(whole))
+        self._whole_lines()
         return found[1:]
+
+    def _whole_lines(self) -> None:
+        """Drops a line that was cut short."""
+        end = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(0, end - 1))
+        if self._file.read(1) != b"\n":
+            self._file.seek(0)
+            self._file.truncate(self._file.read().rfind(b"\n") + 1)
 
     def _parsed(self, content: bytes) -> list[dict[str, Any]]:
         try:
@@ -74,9 +83,17 @@ class Journal:
 
     def _take(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"{self.path} is in use: the same command runs already") from None
+
+    def _lock(self, how: int) -> None:
+        try:
+            fcntl.flock(self._file, how)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be locked ({error}); use a local disk") from None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -84,11 +101,11 @@ class Journal:
         if self._alone:
             yield
             return
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._lock(fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._lock(fcntl.LOCK_UN)
 
 
 def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

@@ -37,11 +37,17 @@ def read_results(folder: Path, key: str) -> Results:
 
     key: what they are drawn from. Raises ValueError naming a file without it.
     """
-    found = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    for path, result in found.items():
-        if not result.get(key):
-            raise ValueError(f"{path} has no {key}; make it again or move it away")
-    return list(found.values())
+    return [_result(path, key) for path in sorted(folder.glob("*.json"))]
+
+
+def _result(path: Path, key: str) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text())
+    except ValueError:
+        result = None
+    if not isinstance(result, dict) or not result.get(key):
+        raise ValueError(f"{path} has no {key}; make it again or move it away")
+    return result
 
 
 def draw_all(ablations: Results, evaluations: Results, out: Path) -> list[Path]:

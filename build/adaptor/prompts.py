@@ -89,15 +89,15 @@ class PromptMaker:
 
     def summaries(self, meetings: Sequence[Meeting]) -> Iterator[Sample]:
         """A question about each meeting, in turn: another question every round."""
-        asked: dict[Meeting, set[str]] = defaultdict(set)
+        asked: dict[tuple[str, ...], set[str]] = defaultdict(set)  # by the lines shown
         for round_ in range(max((len(meeting.questions) for meeting in meetings), default=0)):
             for meeting in meetings:
                 cut = self._cut(meeting)
                 if cut is None or not meeting.questions:
                     continue
                 question = meeting.questions[round_ % len(meeting.questions)]
-                if question not in asked[cut]:
-                    asked[cut].add(question)
+                if question not in asked[cut.lines]:
+                    asked[cut.lines].add(question)
                     ids = document_prompt(self.codec, cut.text, question, self.prefix)
                     yield self._sample(ids, SUMMARY, meeting.name)
 
@@ -106,15 +106,15 @@ class PromptMaker:
 
         Ends with a round in which no meeting has another.
         """
-        quoted: dict[Meeting, set[Opening]] = defaultdict(set)
+        quoted: dict[tuple[str, ...], set[Opening]] = defaultdict(set)  # by the lines shown
         while True:
             found = False
             for meeting in meetings:
                 cut = self._cut(meeting)
-                opening = None if cut is None else self._opening(cut, quoted[cut])
+                opening = None if cut is None else self._opening(cut, quoted[cut.lines])
                 if opening is not None:
                     found = True
-                    quoted[cut].add(opening)
+                    quoted[cut.lines].add(opening)
                     yield self._quote(cut, opening)
             if not found:
                 return

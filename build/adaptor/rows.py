@@ -116,17 +116,22 @@ def sample_rows(
 
 def document_ids(
     sources: Sequence[Source], codec: TextCodec, vocab_size: int, say: Say
-) -> Iterator[Sequence[int]]:
-    """Ids of every document of the sources. Raises DataError for ids beyond the vocabulary."""
+) -> Iterator[np.ndarray]:
+    """Ids (n,) int32 of every document of the sources.
+
+    Raises DataError for ids beyond the vocabulary.
+    """
     for source in sources:
         say(f"reading {source}")
         if source.name == "ids":
-            yield _array(source.path, vocab_size)
+            yield _array(source.path, vocab_size).astype(np.int32)
         elif source.name == "samples":
-            yield from (sample.ids for sample in _samples(source.path, vocab_size))
+            samples = _samples(source.path, vocab_size)
+            yield from (np.asarray(sample.ids, np.int32) for sample in samples)
         else:
             for text in source.documents():
-                yield codec.tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
+                yield np.asarray(ids, np.int32)
 
 
 def _array(path: Path, vocab_size: int) -> np.ndarray:
@@ -191,6 +196,8 @@ def _exchange_samples(
             skipped += 1
             continue
         yield sample
+    if total == 0:
+        raise DataError(f"{source} has no questions and answers")
     if skipped == total:
         raise DataError(f"{source}: none of its {total} questions fits into {length} tokens")
     if skipped:

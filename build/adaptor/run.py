@@ -84,7 +84,8 @@ def train(run: Run, say: Say) -> list[Path]:
 
 
 def _train(run: Run, ranks: Ranks, device: torch.device, say: Say) -> list[Path]:
-    settings, inputs, first = run.settings, run.inputs(), ranks.rank == 0
+    settings, first = run.settings, ranks.rank == 0
+    inputs = run.inputs() | {"ranks": ranks.world}  # a batch is a multiple of their number
     folder = RunFolder(run.out, settings, inputs, first)
     decoder = Decoder.load(run.model, DTYPES[settings.dtype], device)
     adaptor = _adaptor(run, decoder)
@@ -111,7 +112,6 @@ def _train(run: Run, ranks: Ranks, device: torch.device, say: Say) -> list[Path]
         inputs
         | {
             "base": adaptor.config.base,
-            "ranks": ranks.world,
             "rows": {str(part.length): len(part) for part in rows},
             "tokens_seen": sum(_tokens(schedule, step) for step in range(settings.steps)),
             "device": device_name(run.device),

@@ -55,12 +55,18 @@ class Sample:
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Writes samples as JSON lines, atomically; compressed if the name ends in .gz."""
+    """Writes samples as JSON lines, atomically; compressed if the name ends in .gz.
+
+    The same samples give the same bytes.
+    """
     part = path.with_name(path.name + ".part")
-    with (gzip.open if path.suffix == ".gz" else open)(part, "wt", encoding="utf-8") as file:
-        file.writelines(
-            json.dumps(asdict(sample), separators=(",", ":")) + "\n" for sample in samples
-        )
+    lines = (json.dumps(asdict(sample), separators=(",", ":")) + "\n" for sample in samples)
+    with part.open("wb") as file:
+        if path.suffix == ".gz":
+            with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as compressed:
+                compressed.writelines(line.encode() for line in lines)
+        else:
+            file.writelines(line.encode() for line in lines)
     part.replace(path)
 
 

@@ -156,22 +156,28 @@ class Source:
             yield from read_rows(self.path)
             return
         hub = DATA_SETS[self.name].hub
-        for number, row in enumerate(self._load(hub)):
-            yield row, f"{hub} row {number}"
+        try:
+            for number, row in enumerate(self._load(hub)):
+                yield row, f"{hub} row {number}"
+        except (OSError, RuntimeError) as error:
+            raise DataError(f"{hub} cannot be read ({error}); try again, {self._local}") from None
+
+    @property
+    def _local(self) -> str:
+        return f"or give {self.name}=PATH, JSON lines with the same fields"
 
     def _load(self, hub: str) -> Any:
-        local = f"or give {self.name}=PATH, JSON lines with the same fields"
         try:
             from datasets import load_dataset
         except ModuleNotFoundError:
             raise DataError(
                 f"data {self.name!r} by name needs the package datasets: pip install datasets, "
-                f"{local}"
+                f"{self._local}"
             ) from None
         try:
             return load_dataset(hub, split="train", streaming=True)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise DataError(f"{hub} cannot be read ({error}); try again, {local}") from None
+        except ValueError as error:
+            raise DataError(f"{hub} has changed ({error}); {self._local[3:]}") from None
 
 
 def read_text(path: Path) -> str:

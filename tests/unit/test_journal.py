@@ -17,6 +17,11 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path):
     for number in range(3):
         journal.append({"n": number})
     path.write_bytes(path.read_bytes()[:-4])
+    journal.append({"n": 3})  # beside one that was killed in its row
+    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [
+        *({"n": n} for n in (0, 1, 3)),
+    ]
+    path.write_bytes(path.read_bytes()[:-4])
     again = Journal(path, BELONGS)
     assert again.rows == [{"n": 0}, {"n": 1}]
     again.append({"n": 7})
@@ -61,12 +66,13 @@ def append_long_rows(path, name):
 
 
 def test_processes_that_share_a_journal_lose_and_mix_nothing(tmp_path):
-    spawn = multiprocessing.get_context("fork")
+    spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=append_long_rows, args=(tmp_path / "j", n)) for n in "ab"]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join()
+        worker.join(60)
+        assert worker.exitcode == 0
     rows = Journal(tmp_path / "j", BELONGS).rows
     for name in "ab":
         assert [row["n"] for row in rows if row["name"] == name] == list(range(40))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from masw.build import target_build
 from masw.build.commands import app
-from masw.build.failures import failures
+from masw.build.failures import cleaned_up, failures
 from tests.targets import calibration_text, known, quantizable, recipe_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ModelOpt warns of much
@@ -202,7 +202,7 @@ def _runs(pid):
 def test_sigterm_ends_a_command_like_ctrl_c():
     """What `docker stop` sends: the build's own clean-up runs, and the old handler is back."""
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(typer.Exit) as end, failures("masw-build"):
+    with pytest.raises(typer.Exit) as end, failures("masw-build"), cleaned_up():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert end.value.exit_code == 130

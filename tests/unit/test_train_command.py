@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from masw.build import samples_command
 from masw.build.adaptor.answers import Answerer
 from masw.build.adaptor.evaluation import Evaluator
 from masw.build.adaptor.run_folder import RunFolder
@@ -284,8 +285,11 @@ def test_answers_refuse_other_types_and_ids(model, tmp_path):
 def write_meetings(path, count):
     turns = [f"Speaker {i}: " + " ".join("abcde"[(i + j) % 5] for j in range(60)) for i in range(6)]
     queries = [{"query": "who?", "answer": "a"}]
-    row = {"meeting_id": "m", "transcript": "\n".join(turns), "queries": queries}
-    path.write_text("".join(json.dumps(row | {"meeting_id": f"m{i}"}) + "\n" for i in range(count)))
+    rows = [
+        {"meeting_id": f"m{i}", "transcript": "\n".join([f"A: {i}", *turns]), "queries": queries}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -305,7 +309,7 @@ def test_prompts_come_from_code_meetings_and_text(model, tmp_path):
     assert all(sample.prefix - 20 <= len(sample.prompt) <= sample.prefix for sample in found)
 
 
-def test_fewer_prompts_than_asked_are_told_and_none_is_refused(model, tmp_path):
+def test_fewer_prompts_than_asked_are_told_and_none_is_refused(model, tmp_path, monkeypatch):
     (tmp_path / "m.py").write_text("x = 1\n" * 400)
     meetings = write_meetings(tmp_path / "q.jsonl", 2)
     command = ["prompts", tmp_path / "p.jsonl", "--code", tmp_path, "--meetings", meetings]
@@ -315,6 +319,11 @@ def test_fewer_prompts_than_asked_are_told_and_none_is_refused(model, tmp_path):
     assert "2 of 8 summary prompts of 500 tokens" in told
     assert "no summary prompts of 1000 tokens" in call(*command, "1000", code=1).stderr
     assert "no code prompts of 9000 tokens" in call(*command, "9000", code=1).stderr
+    (tmp_path / "t.txt").write_text("a long text " * 2000)
+    monkeypatch.setattr(samples_command, "standard_library", lambda: [tmp_path / "m.py"])
+    command = ["prompts", tmp_path / "p.jsonl", "--text", tmp_path / "t.txt", "--model", model]
+    assert "0 of 8 code prompts" in call(*command, "--prefixes", "9000").stderr
+    assert [sample.kind for sample in read_samples(tmp_path / "p.jsonl")] == ["text"]
 
 
 def test_a_code_folder_that_is_not_there_is_named(model, tmp_path):

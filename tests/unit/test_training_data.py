@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -301,6 +302,7 @@ def meeting(name, turns=40):
     lines = [
         f"Speaker {i % 3}: " + " ".join(f"word{i}x{j}" for j in range(60)) for i in range(turns)
     ]
+    lines[0] += f" {name}"
     queries = [{"query": f"question {k}", "answer": "a"} for k in range(2)]
     return {"meeting_id": name, "transcript": "\n".join(lines), "queries": queries}
 
@@ -373,11 +375,16 @@ def test_a_text_that_is_too_short_gives_no_prompt(codec):
     assert list(PromptMaker(codec, 400).continuations([("s", "short")], CODE)) == []
 
 
-def test_samples_come_back_as_written(tmp_path):
+def test_samples_come_back_as_written(tmp_path, monkeypatch):
     samples = [Sample((1, 2), (3,), "k", 2, "n"), Sample((4,))]
     for name in ("s.jsonl", "s.jsonl.gz"):
         write_samples(tmp_path / name, samples)
         assert read_samples(tmp_path / name) == samples
+        before = (tmp_path / name).read_bytes()
+        with monkeypatch.context() as patch:  # what gzip writes into a file's head
+            patch.setattr(time, "time", lambda: 1e9)
+            write_samples(tmp_path / name, samples)
+        assert (tmp_path / name).read_bytes() == before
     (tmp_path / "bad.jsonl").write_text('{"ids": [1]}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:1: no sample"):
         read_samples(tmp_path / "bad.jsonl")
