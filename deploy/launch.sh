@@ -80,7 +80,8 @@ drain() {
     drainer=$!
     while kill -0 "$drainer" 2>/dev/null && running && ((signals < 2)); do pause 0.2; done
     if kill -0 "$drainer" 2>/dev/null; then
-        kill -TERM -- "-$drainer"
+        # It may have had no time yet to begin a session of its own.
+        kill -TERM -- "-$drainer" 2>/dev/null || kill -TERM "$drainer"
         code=1
     else
         wait "$drainer" || code=1
