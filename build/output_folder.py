@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..engines.whole_file import whole_file
 from .bench.record import machine, versions, without_folder
 
 PROVENANCE = "provenance.json"
@@ -63,9 +64,8 @@ def staged(out: Path, replace: bool = False) -> Iterator[Path]:
 
 def write_json(path: Path, record: dict[str, Any], indent: int | None = 2) -> None:
     """Writes a JSON file, atomically. indent: None for one line."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(record, indent=indent) + "\n")
-    part.replace(path)
+    with whole_file(path) as part:
+        part.write_text(json.dumps(record, indent=indent) + "\n")
 
 
 def write_provenance(stage: Path, started: datetime, **facts: Any) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from .config import DecoderConfig
 from .linear import Linear
+from .whole_file import whole_file
 
 FORMAT = "masw-adaptor-1"
 LAST_TOKEN = "last_token"
@@ -119,13 +120,12 @@ class Adaptor(nn.Module):
         entries = {"format": FORMAT} | asdict(replace(self.config, **changes))
         # One key: safetensors writes several in no fixed order.
         header = {"masw": json.dumps(entries, sort_keys=True)}
-        part = path.with_name(path.name + ".part")
         tensors = {
             name: tensor.detach().to(device="cpu", dtype=dtype).contiguous()
             for name, tensor in self.state_dict().items()
         }
-        save_file(tensors, part, metadata=header)
-        part.replace(path)
+        with whole_file(path) as part:
+            save_file(tensors, part, metadata=header)
 
     @classmethod
     def load(cls, path: Path, decoder: DecoderConfig, base: str) -> Adaptor:

@@ -32,6 +32,7 @@ from .tensorrt_draft import TensorRTDraft
 from .tokens import TOKENIZER, tokens_sha256
 from .trtllm_folder import TargetEngine, is_target_engine
 from .trtllm_target import ExecutorSettings, TrtllmTarget
+from .whole_file import whole_file
 
 FORMAT = "masw-pair-1"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -120,9 +121,8 @@ class Pair:
     def save(self, directory: Path) -> None:
         """Writes pair.json atomically."""
         text = json.dumps({"format": FORMAT} | asdict(self), indent=2)
-        part = directory / "pair.json.part"
-        part.write_text(text + "\n")
-        part.replace(directory / "pair.json")
+        with whole_file(directory / "pair.json") as part:
+            part.write_text(text + "\n")
 
     @classmethod
     def load(cls, directory: Path) -> Pair:

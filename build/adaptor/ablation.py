@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,24 @@ class Laboratory:
 
     def _inputs(self, arm: Arm) -> dict[str, Any]:
         """What decides an arm's result beside its settings: digests of all that is read, limits."""
+        return self._shared | {
+            "stages": arm.stages,
+            "data": {stage: self._digests[stage] for stage in arm.stages},
+        }
+
+    @cached_property
+    def _shared(self) -> dict[str, Any]:
         samples = "".join(sample.digest for sample in self.samples)
         return {
-            "stages": arm.stages,
             "model": model_fingerprint(self.model),
-            "data": {stage: digests(self._sources(stage)) for stage in arm.stages},
             "samples": hashlib.sha256(samples.encode()).hexdigest(),
             "draft_tokens": self.draft_tokens,
             "max_tokens": self.max_tokens,
         }
+
+    @cached_property
+    def _digests(self) -> dict[str, list[list[str | None]]]:
+        return {stage: digests(self._sources(stage)) for stage in (PRETRAIN, SFT)}
 
     def _run(self, arm: Arm) -> dict[str, Any]:
         settings = arm.settings

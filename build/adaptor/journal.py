@@ -29,7 +29,7 @@ class Journal:
         self._file = path.open("a+b")
         try:
             if alone:
-                self._take()
+                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
             with self._locked():
                 self.rows: list[dict[str, Any]] = self._begun(json.loads(json.dumps(belongs)))
         except BaseException:
@@ -81,17 +81,11 @@ class Journal:
         self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
 
-    def _take(self) -> None:
-        try:
-            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{self.path} is in use: the same command runs already") from None
-
     def _lock(self, how: int) -> None:
         try:
             fcntl.flock(self._file, how)
         except BlockingIOError:
-            raise
+            raise DataError(f"{self.path} is in use: the same command runs already") from None
         except OSError as error:
             raise DataError(f"{self.path} cannot be locked ({error}); use a local disk") from None
 

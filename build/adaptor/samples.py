@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...engines.whole_file import whole_file
+
 T = TypeVar("T")
 _KINDS = {str: "a text", int: "a whole number", list: "a list"}
 
@@ -59,15 +61,13 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
 
     The same samples give the same bytes.
     """
-    part = path.with_name(path.name + ".part")
     lines = (json.dumps(asdict(sample), separators=(",", ":")) + "\n" for sample in samples)
-    with part.open("wb") as file:
+    with whole_file(path) as part, part.open("wb") as file:
         if path.suffix == ".gz":
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as compressed:
                 compressed.writelines(line.encode() for line in lines)
         else:
             file.writelines(line.encode() for line in lines)
-    part.replace(path)
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...engines.adaptor import Adaptor
 from ...engines.decoder import Attend, Decoder
 from ...engines.pair import DTYPES
+from ...engines.whole_file import whole_file
 from ...plugins.slot_attention.rule import MemoryRule
 from .losses import weighted_loss
 from .schedule import Batch, Schedule
@@ -188,9 +189,9 @@ class Trainer:
         for name, parameter in self.adaptor.named_parameters():
             for key, tensor in self.optimizer.state[parameter].items():
                 tensors[f"{key}/{name}"] = tensor
-        part = path.with_name(path.name + ".part")
-        save_file({k: t.contiguous() for k, t in tensors.items()}, part, {"step": str(self.step)})
-        part.replace(path)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        with whole_file(path) as part:
+            save_file(tensors, part, {"step": str(self.step)})
 
     def load_state(self, path: Path) -> None:
         """Goes on from a saved state: the same weights as if it had never stopped."""

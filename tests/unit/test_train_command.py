@@ -53,9 +53,12 @@ def rows_of(result):
     return json.loads(result.stdout.splitlines()[-1])["rows"]
 
 
+def stage_of(model, data, out, *more):
+    return ["--model", model, "--data", data, "--out", out, *MEMORY, *BUDGET, *more]
+
+
 def sft(model, samples, out, *more, code=0):
-    where = ["--model", model, "--data", f"samples={samples}", "--out", out]
-    return call("sft", *where, *MEMORY, *BUDGET, *more, code=code)
+    return call("sft", *stage_of(model, f"samples={samples}", out, *more), code=code)
 
 
 def log(out):
@@ -113,14 +116,13 @@ def test_another_run_in_the_same_folder_is_refused(model, samples, tmp_path):
     adaptor = (out / "adaptor-r8.safetensors").read_bytes()
     write_samples(other, read_samples(samples)[1:])
     begun = out / "adaptor-r8.safetensors"
-    where = ["--model", model, "--out", out, *MEMORY, *BUDGET]
-    for arguments, differ in (
-        (["sft", *where, "--data", f"samples={samples}", "--seed", 1], "seed"),
-        (["sft", *where, "--data", f"samples={other}"], "data"),
-        (["sft", *where, "--data", f"samples={samples}", "--start", begun], "start"),
-        (["pretrain", *where, "--data", f"samples={samples}"], "stage"),
+    for stage, data, more, differ in (
+        ("sft", samples, ["--seed", 1], "seed"),
+        ("sft", other, [], "data"),
+        ("sft", samples, ["--start", begun], "start"),
+        ("pretrain", samples, [], "stage"),
     ):
-        told = call(*arguments, code=1).stderr
+        told = call(stage, *stage_of(model, f"samples={data}", out, *more), code=1).stderr
         assert f"holds a run with other settings or data ({differ})" in told
     assert (out / "adaptor-r8.safetensors").read_bytes() == adaptor
 
@@ -175,10 +177,10 @@ def test_a_refused_first_attempt_leaves_its_folder_to_the_next(model, samples, t
 
 def test_pretraining_packs_documents_and_weighs_no_prompt(model, tmp_path):
     (tmp_path / "t.txt").write_text("What was said at the meeting, " * 40)
-    where = ["--model", model, "--data", f"text={tmp_path / 't.txt'}", "--out", tmp_path / "out"]
-    call("pretrain", *where, *MEMORY, *BUDGET)
+    arguments = stage_of(model, f"text={tmp_path / 't.txt'}", tmp_path / "out")
+    call("pretrain", *arguments)
     assert len(log(tmp_path / "out")) == 6
-    told = call("pretrain", *where, *MEMORY, *BUDGET, "--prompt-weight", "0", code=1).stderr
+    told = call("pretrain", *arguments, "--prompt-weight", "0", code=1).stderr
     assert "prompt_weight is for sft" in told
 
 
@@ -186,9 +188,9 @@ def test_two_ranks_train_what_one_trains(model, samples, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     sft(model, samples, one)
     torchrun = "torch.distributed.run --standalone --nproc-per-node=2 -m masw.build.train sft"
-    where = ["--model", model, "--data", f"samples={samples}", "--out", two]
+    arguments = map(str, stage_of(model, f"samples={samples}", two))
     result = subprocess.run(
-        [sys.executable, "-m", *torchrun.split(), *map(str, where), *MEMORY, *BUDGET],
+        [sys.executable, "-m", *torchrun.split(), *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
