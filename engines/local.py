@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 from .messages import Draft, Target
-from .speculative import GenerationRequest, LoopSettings, SpeculativeLoop, Statistics
+from .sequence import GenerationRequest, Statistics
+from .speculative import LoopSettings, SpeculativeLoop
 
 
 class Batcher:

@@ -16,7 +16,8 @@ from masw.engines.decoder import Decoder
 from masw.engines.draft import TorchDraft
 from masw.engines.local import generate_all
 from masw.engines.messages import Target, TargetCall, Verdict
-from masw.engines.speculative import GenerationRequest, LoopSettings
+from masw.engines.sequence import GenerationRequest
+from masw.engines.speculative import LoopSettings
 from masw.engines.target import TorchTarget
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.models import random_ids, random_model

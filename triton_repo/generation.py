@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..engines.messages import InvalidRequest, Sampling
-from ..engines.speculative import GenerationRequest
+from ..engines.sequence import GenerationRequest
 from ..engines.text import TextCodec
 
 Values = dict[str, np.ndarray]

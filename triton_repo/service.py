@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..engines.speculative import Sequence, SpeculativeLoop
+from ..engines.sequence import Sequence
+from ..engines.speculative import SpeculativeLoop
 from ..engines.text import TextCodec, TextStream
 from .generation import Ask, Values, read_ask
 from .metrics import Metrics

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...engines.speculative import Statistics
+from ...engines.sequence import Statistics
 from .evaluation import DraftMemory, Evaluator, KeptOutcomes, Outcome
 from .family import families
 from .samples import Sample

@@ -17,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ...engines.local import Batcher
 from ...engines.messages import Draft, Target, TargetCall
-from ...engines.speculative import GenerationRequest, LoopSettings, SpeculativeLoop
+from ...engines.sequence import GenerationRequest
+from ...engines.speculative import LoopSettings, SpeculativeLoop
 
 
 @dataclass(frozen=True)

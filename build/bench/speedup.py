@@ -13,7 +13,8 @@ from ...engines.adaptor import Adaptor
 from ...engines.decoder import Decoder
 from ...engines.draft import TorchDraft
 from ...engines.pair import DTYPES, DraftMode, Pair, load_adaptor, quantize
-from ...engines.speculative import GenerationRequest, LoopSettings
+from ...engines.sequence import GenerationRequest
+from ...engines.speculative import LoopSettings
 from ...engines.target import TorchTarget
 from ...plugins.slot_attention.rule import MemoryRule
 from .generation import Overhead, Run, measure_overhead, run_hf, run_loop

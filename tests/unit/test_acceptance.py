@@ -21,7 +21,8 @@ from masw.engines.messages import (
     Verdict,
     derive_seed,
 )
-from masw.engines.speculative import GenerationRequest, LoopSettings, SpeculativeLoop
+from masw.engines.sequence import GenerationRequest
+from masw.engines.speculative import LoopSettings, SpeculativeLoop
 from tests.chance import LIKELY, SMALL, UNLIKELY, exact_joint, likelihood, warp
 from tests.pairs import Kind, build_pair, loop_settings, new_draft, new_target
 

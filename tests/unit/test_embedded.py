@@ -11,7 +11,7 @@ from masw.engines.decoder import Decoder
 from masw.engines.draft import TorchDraft
 from masw.engines.local import generate_all
 from masw.engines.pair import DraftMode, Pair, load_adaptor
-from masw.engines.speculative import GenerationRequest
+from masw.engines.sequence import GenerationRequest
 from masw.engines.target import TorchTarget
 from masw.engines.text import TextCodec
 from masw.plugins.slot_attention.rule import MemoryRule

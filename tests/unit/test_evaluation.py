@@ -16,7 +16,8 @@ from masw.build.adaptor.spread import beside_windows
 from masw.build.adaptor.summary import Summary, count_iterations, summarise
 from masw.engines.draft import TorchDraft
 from masw.engines.local import generate_all
-from masw.engines.speculative import GenerationRequest, LoopSettings
+from masw.engines.sequence import GenerationRequest
+from masw.engines.speculative import LoopSettings
 from masw.engines.target import TorchTarget
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.driver import random_adaptor

@@ -12,7 +12,8 @@ from masw.engines.engine_folder import EngineFolderError
 from masw.engines.local import Batcher, generate
 from masw.engines.messages import Sampling
 from masw.engines.pair import Pair
-from masw.engines.speculative import GenerationRequest, SpeculativeLoop
+from masw.engines.sequence import GenerationRequest
+from masw.engines.speculative import SpeculativeLoop
 from masw.engines.trtllm_folder import padded_vocab
 from masw.triton_repo.targets import loop_limits, target_engine, target_port
 from tests.models import random_ids

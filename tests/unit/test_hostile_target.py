@@ -17,7 +17,8 @@ from masw.engines.hostile_target import HOSTILE_PATIENCE, Habits, HostileTarget
 from masw.engines.local import Batcher, generate
 from masw.engines.messages import Proposal, Sampling, TargetCall, TargetError
 from masw.engines.patience import PatientTarget
-from masw.engines.speculative import GenerationRequest, SpeculativeLoop
+from masw.engines.sequence import GenerationRequest
+from masw.engines.speculative import SpeculativeLoop
 from masw.engines.target import until_end
 from masw.engines.trtllm_calls import AdaptedTarget, TrtllmCalls
 from masw.engines.trtllm_folder import padded_vocab

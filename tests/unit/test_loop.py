@@ -20,7 +20,8 @@ from masw.engines.messages import (
     TargetError,
     Verdict,
 )
-from masw.engines.speculative import GenerationRequest, LoopSettings, SpeculativeLoop
+from masw.engines.sequence import GenerationRequest
+from masw.engines.speculative import LoopSettings, SpeculativeLoop
 from tests.models import VOCAB, random_ids
 from tests.pairs import (
     MAX_LENGTH,

@@ -15,7 +15,8 @@ from masw.engines.messages import (
     Verdict,
 )
 from masw.engines.patience import Patience, PatientTarget
-from masw.engines.speculative import GenerationRequest, LoopSettings, SpeculativeLoop
+from masw.engines.sequence import GenerationRequest
+from masw.engines.speculative import LoopSettings, SpeculativeLoop
 
 CALL = TargetCall(np.array([1, 2], np.int32), 4, seed=9)
 GOOD = Verdict((5, 6))

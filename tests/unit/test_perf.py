@@ -21,7 +21,7 @@ from masw.engines.int8 import Int8Linear
 from masw.engines.linear import Linear
 from masw.engines.messages import TargetCall
 from masw.engines.pair import Pair, PairError
-from masw.engines.speculative import GenerationRequest
+from masw.engines.sequence import GenerationRequest
 from masw.engines.target import TorchTarget
 from masw.engines.text import TextCodec
 from masw.plugins.slot_attention.rule import MemoryRule
