@@ -19,9 +19,10 @@ from threading import Event
 import psutil
 
 from .canary import Canary
+from .processes import end_processes, is_running
 from .repository import LOAD_ORDER, LOOP, read_model_config
 from .triton_install import ServerError
-from .triton_server import TritonServer, end_processes, is_running
+from .triton_server import TritonServer
 
 INFLIGHT = "masw_requests_inflight"
 PENDING = f'nv_inference_pending_request_count{{model="{LOOP}"'

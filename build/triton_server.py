@@ -9,7 +9,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,15 +17,15 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import psutil
 
+from .processes import end_processes, remove_shared_memory, stubs, sweep_orphans
 from .triton_install import (
-    STUB,
     Installation,
     NoAnswer,
     ServerError,
@@ -34,7 +33,6 @@ from .triton_install import (
     masw_home,
 )
 
-SHARED_MEMORY = Path("/dev/shm")
 KEEPALIVE = {  # options that let clients ping an idle stream every second
     "grpc-http2-min-recv-ping-interval-without-data": 500,
     "grpc-keepalive-permit-without-calls": 1,
@@ -170,17 +168,11 @@ class TritonServer:
             self._process.wait()
             self._process = None
         end_processes(self.stubs())
-        _remove_shared_memory(self.prefix)
+        remove_shared_memory(self.prefix)
 
     def stubs(self, model: str | None = None) -> list[psutil.Process]:
         """The live processes of Python models (of one model), known by this server's prefix."""
-        return [
-            process
-            for process, words in _processes()
-            if STUB in words[0]
-            and any(word.startswith(self.prefix) for word in words)
-            and (model is None or _stub_model(words) == model)
-        ]
+        return stubs(self.prefix, model)
 
     def command(self) -> list[str]:
         config, files = self.config, self.installation
@@ -286,56 +278,3 @@ class TritonServer:
 
 # Straight to the server, whatever proxy the environment names.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def sweep_orphans() -> None:
-    """End servers and stubs whose owner was killed before it could, with their shared memory."""
-    orphans: dict[str, list[psutil.Process]] = {}
-    for process, words in _processes():
-        match = _PREFIX.search(" ".join(words))
-        ours = STUB in words[0] or Path(words[0]).name == "tritonserver"
-        if match and ours and not psutil.pid_exists(int(match[1])):
-            orphans.setdefault(match[0], []).append(process)
-    for prefix, processes in orphans.items():
-        end_processes(processes)
-        _remove_shared_memory(prefix)
-
-
-_PREFIX = re.compile(r"\bmasw-(\d+)-[0-9a-f]{8}-")
-
-
-def _processes() -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Every process that this user may look into, with its command line."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if words := process.cmdline():
-                yield process, words
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether the process still runs; one that only waits to be reaped does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def end_processes(processes: list[psutil.Process], limit: float = 5.0) -> None:
-    """Kill the processes and wait, at most `limit` seconds, until they are gone."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    deadline = time.monotonic() + limit
-    while any(map(is_running, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def _remove_shared_memory(prefix: str) -> None:
-    for region in SHARED_MEMORY.glob(f"{prefix}*"):
-        region.unlink(missing_ok=True)
-
-
-def _stub_model(words: list[str]) -> str | None:
-    """The model that a stub serves, from its command line: …/<model>/<version>/model.py."""
-    code = next((word for word in words if word.endswith("/model.py")), None)
-    return Path(code).parent.parent.name if code else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,50 +23,15 @@ from ..plugins.slot_attention.block import Block
 from ..plugins.slot_attention.op import slot_attention
 from ..plugins.slot_attention.rule import MemoryRule
 from .adaptor import Adaptor, AdaptorConfig, KeyValueMirror
-from .config import DecoderConfig, RopeConfig, UnsupportedModelError
+from .config import DecoderConfig, UnsupportedModelError
 from .linear import Linear
 from .memory import SlotMemory
+from .rotary import RotaryTable, rotate
+from .weights import read_weights
 
 # (layer, q (B, H, N, D), k, v (B, Hkv, N, D), all rotated) -> (B, H, N, D)
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 SlotIndex = tuple[Tensor, Tensor] | None
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """(D / 2,) float32 rotary frequencies under the config's scaling."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    plain = 1.0 / rope.theta**exponent
-    if rope.kind == "default":
-        return plain
-    if rope.kind == "linear":
-        return plain / rope.factor
-    # llama3: long wavelengths are slowed by `factor`, short ones kept, those between blended.
-    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
-    span = rope.high_freq_factor - rope.low_freq_factor
-    keep = ((turns - rope.low_freq_factor) / span).clamp(0, 1)
-    return keep * plain + (1 - keep) * plain / rope.factor
-
-
-class RotaryTable(nn.Module):
-    """cos and sin for positions 0 ... max_positions (a slot's position reaches the maximum)."""
-
-    def __init__(self, config: DecoderConfig):
-        super().__init__()
-        positions = torch.arange(config.max_positions + 1, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(config.rope, config.head_dim))
-        self.register_buffer("cos", torch.cat([angles.cos()] * 2, -1), persistent=False)
-        sin = angles.sin()
-        self.register_buffer("sin", torch.cat([-sin, sin], -1), persistent=False)
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, (B, 1, N, D) each, of positions (B, N)."""
-        return self.cos[positions][:, None].to(dtype), self.sin[positions][:, None].to(dtype)
-
-
-def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding of x (B, H, N, D), halves layout."""
-    cos, sin = rotary
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class RMSNorm(nn.Module):
@@ -305,7 +268,7 @@ class Decoder(nn.Module):
         config = DecoderConfig.load(directory)
         with torch.device("meta"):
             decoder = cls(config)
-        tensors = _read_weights(directory, dtype, device)
+        tensors = read_weights(directory, dtype, device)
         if config.tied_embeddings:
             tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
         try:
@@ -314,28 +277,3 @@ class Decoder(nn.Module):
             raise UnsupportedModelError(f"weights of {directory} do not fit: {error}") from error
         decoder.rotary = RotaryTable(config).to(device)
         return decoder.requires_grad_(False).eval()
-
-
-def _read_weights(
-    directory: Path, dtype: torch.dtype | None, device: torch.device | str
-) -> dict[str, Tensor]:
-    """All tensors of a directory's safetensors files under the decoder's own names."""
-    files = _weight_files(directory)
-    tensors = {}
-    for path in files:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            for name in file.keys():  # noqa: SIM118
-                if not name.endswith("rotary_emb.inv_freq"):
-                    tensors[name.removeprefix("model.")] = file.get_tensor(name).to(dtype=dtype)
-    return tensors
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The files that Hugging Face would read: those of the index, or model.safetensors."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [directory / name for name in sorted(names)]
-    if not (directory / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{directory} has no model.safetensors and no index of several")
-    return [directory / "model.safetensors"]

@@ -9,9 +9,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ...engines.adaptor import Adaptor
 from ...engines.config import DecoderConfig
-from ...engines.decoder import Decoder, RotaryTable
+from ...engines.decoder import Decoder
 from ...engines.memory import SlotMemory
 from ...engines.pair import DTYPES
+from ...engines.rotary import RotaryTable
 from ...plugins.slot_attention.block import Block
 from .record import BenchError
 

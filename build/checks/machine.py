@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..processes import SHARED_MEMORY
 from ..quantization import sm_of
 
 DISTRIBUTIONS = ("tensorrt-llm", "tensorrt", "torch", "nvidia-pytriton")
 QUERY = ("index", "name", "compute_cap", "memory.free")
-SHARED_MEMORY = Path("/dev/shm")
 
 Run = Callable[[Sequence[str]], str | None]
 

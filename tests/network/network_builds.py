@@ -14,8 +14,9 @@ from masw.build.network.draft import draft_network
 from masw.build.network.graph import EngineBuildError, Graph
 from masw.engines.adaptor import AdaptorConfig
 from masw.engines.config import DecoderConfig, RopeConfig
-from masw.engines.decoder import Decoder, RotaryTable
+from masw.engines.decoder import Decoder
 from masw.engines.draft_io import DraftIO
+from masw.engines.rotary import RotaryTable
 from masw.engines.tensorrt_module import load_tensorrt
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.driver import random_adaptor

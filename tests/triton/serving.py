@@ -18,8 +18,9 @@ import psutil
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import np_to_triton_dtype
 
+from masw.build.processes import SHARED_MEMORY, end_processes, is_running
 from masw.build.repository import LOOP
-from masw.build.triton_server import SHARED_MEMORY, end_processes, free_ports, is_running
+from masw.build.triton_server import free_ports
 
 PATIENCE = 60.0  # seconds that a busy machine may need for what takes a few
 

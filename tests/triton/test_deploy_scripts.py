@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from masw.build.processes import end_processes
 from masw.build.repository import DRAFT, LOOP, TARGET
 from masw.build.triton_install import ServerError
-from masw.build.triton_server import ServerConfig, TritonServer, end_processes, free_ports
+from masw.build.triton_server import ServerConfig, TritonServer, free_ports
 from tests.triton.serving import PATIENCE, wait_until
 from tests.triton.test_serving import LONG
 

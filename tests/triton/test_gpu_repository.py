@@ -14,15 +14,10 @@ from google.protobuf import text_format
 from masw.build.deployment import lay_out
 from masw.build.embedded_pair import prepare_embedded_pair
 from masw.build.launch import launch_plan
+from masw.build.processes import SHARED_MEMORY
 from masw.build.repository import ENSEMBLE, LOAD_ORDER, read_model_config
 from masw.build.triton_install import ServerError
-from masw.build.triton_server import (
-    SHARED_MEMORY,
-    ServerConfig,
-    TritonServer,
-    find_installation,
-    free_ports,
-)
+from masw.build.triton_server import ServerConfig, TritonServer, find_installation, free_ports
 from masw.engines.places import Places
 from masw.engines.recipe import load_recipe
 from tests.triton.serving import PATIENCE

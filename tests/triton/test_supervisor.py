@@ -17,17 +17,11 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from masw.build import repository
+from masw.build.processes import SHARED_MEMORY, end_processes, is_running
 from masw.build.repository import DRAFT, LOOP, TARGET, RepositoryConfig, write_repository
 from masw.build.supervisor import Supervisor, SupervisorConfig, load_plan
 from masw.build.triton_install import ServerError
-from masw.build.triton_server import (
-    SHARED_MEMORY,
-    ServerConfig,
-    TritonServer,
-    end_processes,
-    free_ports,
-    is_running,
-)
+from masw.build.triton_server import ServerConfig, TritonServer, free_ports
 
 pytestmark = pytest.mark.triton
 

@@ -6,7 +6,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from masw.engines.config import DecoderConfig, UnsupportedModelError
-from masw.engines.decoder import Decoder, RotaryTable, inverse_frequencies
+from masw.engines.decoder import Decoder
+from masw.engines.rotary import RotaryTable, inverse_frequencies
 from masw.plugins.slot_attention.rule import MemoryRule
 from tests.models import LLAMA3_ROPE, MAX_POSITIONS, MODELS, hf_config, random_ids, save_model
 
