@@ -81,6 +81,7 @@ def draft_step(
     On CUDA a step is also measured as a CUDA graph, without the host's work.
     """
     from .bench import draft_step as bench
+    from .bench.step_report import steps_card, steps_record
 
     with failures("masw-perf"):
         _use(threads)
@@ -96,8 +97,8 @@ def draft_step(
             decoders, ids, common = _random_steps(shape, device, dtype, settings)
         with progress(bench.ticks(settings)) as tick:
             rows = bench.measure_steps(decoders, ids, settings, tick)
-        record = bench.steps_record(decoders.draft, rows, settings, common)
-        emit(record, bench.steps_card(record), json_file)
+        record = steps_record(decoders.draft, rows, settings, common)
+        emit(record, steps_card(record), json_file)
 
 
 @app.command()

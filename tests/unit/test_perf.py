@@ -11,7 +11,16 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from masw.build import perf
-from masw.build.bench import draft_step, generation, record, serving, shapes, speedup, texts
+from masw.build.bench import (
+    draft_step,
+    generation,
+    record,
+    serving,
+    shapes,
+    speedup,
+    step_report,
+    texts,
+)
 from masw.clients.perf import ServingLoad
 from masw.clients.perf_analyzer import PerfAnalyzerError
 from masw.engines.adaptor import AdaptorConfig
@@ -132,7 +141,7 @@ def test_measured_bytes_are_those_of_the_formula(step_rows):
 
 
 def test_a_memory_of_32_768_tokens_is_measured_by_allocation(bench):
-    found = draft_step.long_memory(bench.draft, replace(STEPS, memory=MemoryRule()))
+    found = step_report.long_memory(bench.draft, replace(STEPS, memory=MemoryRule()))
     assert found["slots r=8"]["entries"] == 128 + 128 + 16 + (32_768 - 128) // 8
     assert found["slots r=8"]["saved"] == pytest.approx(0.87, abs=0.005)
     assert found["slots r=8"]["bytes"] * 7 < found["full"]["bytes"]
@@ -157,8 +166,8 @@ def test_growth_compares_the_longest_prefix_with_the_one_nearest_to_1024(step_ro
         replace(template, prefix=prefix, step_ms=ms)
         for prefix, ms in ((512, 1.0), (1024, 2.0), (8000, 3.0))
     ]
-    assert draft_step.growth(rows, "full") == (8000, 1024, 1.5)
-    assert draft_step.growth(rows[:1], "full") == (512, 512, None)
+    assert step_report.growth(rows, "full") == (8000, 1024, 1.5)
+    assert step_report.growth(rows[:1], "full") == (512, 512, None)
 
 
 def test_a_limit_that_is_passed_is_said():
