@@ -46,7 +46,7 @@ def evaluate(
     prefixes: Annotated[str, typer.Option(help="Only these prefixes; none = all.")] = "",
     distances: Annotated[bool, typer.Option(help="NLL and KL by distance as well.")] = True,
     outcomes: Annotated[
-        Path | None, typer.Option(help="File of samples' outcomes; those in it are not made again.")
+        Path | None, typer.Option(help="File of outcomes; those in it are not made again.")
     ] = None,
     model: Model = EMBEDDED,
     dtype: Dtype = "float32",

@@ -13,7 +13,6 @@ from rich.table import Table
 from ...engines.adaptor import Adaptor, AdaptorConfig
 from ...engines.config import DecoderConfig
 from ...engines.decoder import Decoder
-from ...engines.engine_folder import file_sha256
 from ...plugins.slot_attention.rule import MemoryRule
 from ..bench.record import Record, device_name, new_card, rounded
 from .evaluation import DraftMemory, Evaluator, KeptOutcomes
@@ -140,8 +139,8 @@ def compare(
 ) -> list[Summary]:
     """Runs every memory over every sample; one summary per prefix, kind and memory.
 
-    kept: file of every sample's outcome; those it holds are not made again. Raises ValueError for
-    samples and memories that cannot be compared, before any forward.
+    kept: file of outcomes by sample and memory; those it holds are not made again. Raises
+    ValueError for samples and memories that cannot be compared, before any forward.
     """
     check_samples(samples, comparison.max_tokens, decoder.config)
     memories(comparison, decoder, samples[0].prefix)  # what it refuses must not begin a file
@@ -149,24 +148,17 @@ def compare(
     evaluator = Evaluator(decoder, distances)
     with ExitStack() as stack:
         if kept is not None:
-            journal = Journal(kept, _belongs(comparison, decoder, distances))
+            journal = Journal(kept, _belongs(decoder, distances))
             evaluator = KeptOutcomes(evaluator, stack.enter_context(closing(journal)))
         return summaries(
             evaluator, samples, lambda prefix: memories(comparison, decoder, prefix), *limits, tick
         )
 
 
-def _belongs(comparison: Comparison, decoder: Decoder, distances: bool) -> dict:
-    """What decides the outcomes of samples."""
-    weight = decoder.embed_tokens.weight
-    settings = asdict(comparison) | {
-        "adaptors": {name: file_sha256(path) for name, path in comparison.adaptors.items()},
-        "model": decoder.fingerprint(),
-        "dtype": str(weight.dtype),
-        "distances": distances,
-    }
-    del settings["draft_tokens"], settings["max_tokens"]
-    return settings
+def _belongs(decoder: Decoder, distances: bool) -> dict:
+    """What decides an outcome, beside the sample and the memory."""
+    dtype = str(decoder.embed_tokens.weight.dtype)
+    return {"model": decoder.fingerprint(), "dtype": dtype, "distances": distances}
 
 
 def overall(rows: Sequence[Summary]) -> dict[str, dict[str, float]]:

@@ -8,8 +8,11 @@ counting iterations along these hits gives what the running loop counts.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +40,16 @@ class DraftMemory:
     rule: MemoryRule | None = None
     adaptor: Adaptor | None = None
     snapkv: SnapKV | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of all but the name: rule, weights of the adaptor, what SnapKV may keep."""
+        parts = (self.rule, self.adaptor and self.adaptor.config, self.snapkv)
+        settings = [None if part is None else asdict(part) for part in parts]
+        digest = hashlib.sha256(json.dumps(settings).encode())
+        for weight in () if self.adaptor is None else self.adaptor.state_dict().values():
+            digest.update(weight.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def entries(self, length: int) -> int:
         """Entries per layer that hold the memory of `length` tokens, without the rollback ring."""
@@ -153,18 +166,35 @@ class KeptOutcomes:
 
     def __init__(self, evaluator: Evaluator, journal: Journal):
         self.evaluator, self.journal = evaluator, journal
-        self._known = {row["sample"]: row["outcomes"] for row in journal.rows}
+        self._known = {
+            (row["sample"], memory): outcome
+            for row in journal.rows
+            for memory, outcome in row["outcomes"].items()
+        }
 
     def run(self, family: Family, memories: Sequence[DraftMemory]) -> list[dict[str, Outcome]]:
         """Outcome of every memory, by name, on each sample of a family."""
-        left = [sample for sample in family.samples if sample.digest not in self._known]
-        if left:
-            part = Family(tuple(left), family.shared)
-            for sample, found in zip(left, self.evaluator.run(part, memories), strict=True):
-                rows = {name: outcome.as_dict() for name, outcome in found.items()}
-                self.journal.append({"sample": sample.digest, "outcomes": rows})
-                self._known[sample.digest] = rows
+        for samples, lacking in self._lacking(family, memories):
+            part = Family(samples, family.shared)
+            for sample, found in zip(samples, self.evaluator.run(part, lacking), strict=True):
+                self._keep(sample, {m.digest: found[m.name].as_dict() for m in lacking})
         return [
-            {name: Outcome.of(row) for name, row in self._known[sample.digest].items()}
+            {m.name: Outcome.of(self._known[sample.digest, m.digest]) for m in memories}
             for sample in family.samples
         ]
+
+    def _lacking(
+        self, family: Family, memories: Sequence[DraftMemory]
+    ) -> list[tuple[tuple[Sample, ...], list[DraftMemory]]]:
+        """Samples of the family with the memories whose outcomes they all lack."""
+        groups: dict[tuple[Sample, ...], list[DraftMemory]] = {}
+        for memory in memories:
+            at = memory.digest
+            lacking = tuple(s for s in family.samples if (s.digest, at) not in self._known)
+            groups.setdefault(lacking, []).append(memory)
+        return [(samples, lacking) for samples, lacking in groups.items() if samples]
+
+    def _keep(self, sample: Sample, outcomes: dict[str, dict]) -> None:
+        self.journal.append({"sample": sample.digest, "outcomes": outcomes})
+        for memory, outcome in outcomes.items():
+            self._known[sample.digest, memory] = outcome

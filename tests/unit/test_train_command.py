@@ -21,6 +21,8 @@ from masw.build.train import app
 from masw.engines.adaptor import Adaptor, read_adaptor
 from masw.engines.decoder import Decoder
 from masw.engines.engine_folder import file_sha256
+from masw.plugins.slot_attention.rule import MemoryRule
+from tests.driver import random_adaptor
 from tests.models import random_ids, save_model
 from tests.tiny_tokenizers import byte_level
 
@@ -374,11 +376,56 @@ def test_a_stopped_evaluation_goes_on_with_samples_that_are_missing(
     assert len(ran) == 8
 
 
-def test_outcomes_of_another_evaluation_are_refused(model, samples, tmp_path):
+@pytest.fixture
+def ran(monkeypatch):
+    """Names of the memories that ran, in order."""
+    names, run = [], Evaluator.run
+
+    def watched(evaluator, family, memories):
+        names.extend(memory.name for memory in memories)
+        return run(evaluator, family, memories)
+
+    monkeypatch.setattr(Evaluator, "run", watched)
+    return names
+
+
+def test_another_memory_is_all_that_a_larger_evaluation_runs(model, samples, tmp_path, ran):
+    options = ["--model", model, "--max-tokens", "9", "--swa", "16"]
+    kept = ["--outcomes", tmp_path / "outcomes.jsonl"]
+    larger = rows_of(call("evaluate", samples, *options, "--windows", "40"))
+    smaller = rows_of(call("evaluate", samples, *options, *kept))
+    ran.clear()
+    assert rows_of(call("evaluate", samples, *options, *kept, "--windows", "40")) == larger
+    assert set(ran) == {"window-40"}
+    assert [row for row in larger if row["memory"] != "window-40"] == smaller
+    ran.clear()
+    call("evaluate", samples, *options, *kept, "--sink", "8")
+    assert set(ran) == {"window = r8", "window = r4", "untrained W128 r8"}
+
+
+def test_kept_outcomes_know_a_memory_by_its_weights_not_its_name(model, samples, tmp_path, ran):
+    adaptor = random_adaptor(Decoder.load(model), MemoryRule(8, 16, 16, 4, "evicted"), trained=True)
+    adaptor.save(tmp_path / "one.safetensors")
+    next(adaptor.parameters()).neg_()
+    adaptor.save(tmp_path / "other.safetensors")
+
+    def evaluate(name, file):
+        ran.clear()
+        options = ["--model", model, "--max-tokens", "9", "--outcomes", tmp_path / "outcomes.jsonl"]
+        call("evaluate", samples, *options, "--adaptor", f"{name}={tmp_path / file}")
+        return set(ran)
+
+    assert "mine" in evaluate("mine", "one.safetensors")
+    assert not evaluate("renamed", "one.safetensors")
+    assert evaluate("mine", "other.safetensors") == {"mine"}
+
+
+def test_outcomes_of_another_precision_are_refused(model, samples, tmp_path):
     options = ["--model", model, "--max-tokens", "9", "--outcomes", tmp_path / "outcomes.jsonl"]
     call("evaluate", samples, *options, "--no-snapkv", "--per-kind", "1")
-    refused = call("evaluate", samples, *options, "--sink", "64", code=1)
-    assert "begun with other settings (sink, snapkv)" in refused.stderr
+    change = ["--dtype", "bfloat16", "--no-distances"]
+    refused = call("evaluate", samples, *options, *change, code=1)
+    assert "begun with other settings (distances, dtype)" in refused.stderr
 
 
 @pytest.mark.parametrize(
