@@ -14,7 +14,7 @@ from ...engines.adaptor import Adaptor
 from ...engines.config import DecoderConfig
 from ...engines.decoder import Decoder
 from ...engines.pair import DTYPES
-from ..bench.record import device_name, machine, rounded, versions
+from ..bench.record import device_name, origin, rounded
 from ..output_folder import write_json
 from ..target_folder import model_fingerprint
 from .arms import PRETRAIN, SFT, Arm, curve_steps
@@ -138,8 +138,7 @@ class Laboratory:
             "tok_iter": overall(rows),
             "rows": [asdict(summary) for summary in rows],
             "device": device_name(self.device),
-            "machine": machine(),
-            "versions": versions(),
+            **origin(),
         }
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...engines.adaptor import Adaptor
-from ..bench.record import machine, versions, without_folder
+from ..bench.record import origin, without_folder
 from ..output_folder import write_json
 from .journal import differing
 from .settings import TrainSettings
@@ -84,9 +83,7 @@ class RunFolder:
             adaptor.save(paths[-1], torch.bfloat16, interval=interval, trained=True)
         record = {
             "command": " ".join(["masw-train", *map(without_folder, sys.argv[1:])]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(),
-            "versions": versions(),
+            **origin(),
             "settings": asdict(self.settings),
         }
         write_json(self.path / "provenance.json", record | facts)

@@ -79,14 +79,18 @@ class Record:
         return {
             "command": self.command,
             "arguments": [without_folder(word) for word in sys.argv[1:]],
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(),
-            "versions": versions(),
+            **origin(),
             "settings": self.settings,
             "rows": [asdict(row) for row in self.rows],
             "ratios": self.ratios,
             "checks": [check.as_dict() for check in self.checks],
         }
+
+
+def origin() -> dict[str, Any]:
+    """When and where a result came to be: date of now, machine, versions."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": date, "machine": machine(), "versions": versions()}
 
 
 def machine() -> dict[str, Any]:

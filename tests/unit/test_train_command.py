@@ -475,6 +475,7 @@ def test_ablation_trains_every_arm_once_and_keeps_results(model, tmp_path):
     for result in results.values():
         assert result["tokens"] == 2 * 320 and len(result["loss"]) == 2
         assert set(result["tok_iter"]) == {"310"}
+        assert result["date"] and result["machine"]["cpu"] and result["versions"]["torch"]
     both = results["levers--r_=_8_and_4_in_turn"]["tok_iter"]["310"]
     assert both.keys() == {"r = 8", "r = 4"}
     assert "levers: offset" in told.stderr
