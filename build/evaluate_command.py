@@ -17,7 +17,7 @@ from .adaptor.arms import read_arms
 from .adaptor.samples import read_samples
 from .adaptor.sources import Source
 from .bench.record import emit, progress
-from .options import numbers, words
+from .options import new_file, numbers, words
 from .train_options import Device, Dtype, Model, Numbers, failures, model_folder, say
 
 PerKind = Annotated[int, typer.Option(min=0, help="Samples per kind and prefix; 0 = all.")]
@@ -51,7 +51,9 @@ def evaluate(
     model: Model = EMBEDDED,
     dtype: Dtype = "float32",
     device: Device = "cpu",
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Result to write.", callback=new_file)
+    ] = None,
 ) -> None:
     """Tok./Iter of draft memories, exact for greedy decoding, from one forward each."""
     with failures():

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 EXPECTED = (
     *(ValueError, ImportError, OSError, EOFError, RuntimeError, ArithmeticError),
-    SafetensorError,
+    *(SafetensorError, MemoryError),
 )
 
 

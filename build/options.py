@@ -1,6 +1,9 @@
-"""Lists in command-line options: words and whole numbers separated by commas."""
+"""Command-line options: words and whole numbers separated by commas, files to be written."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import typer
 
@@ -19,3 +22,10 @@ def numbers(text: str, least: int = 1) -> tuple[int, ...]:
 def words(text: str) -> tuple[str, ...]:
     """Words separated by commas; none of an empty text."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def new_file(path: Path | None) -> Path | None:
+    """A file that can be written; refuses a folder, and a place in none, before any work."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise typer.BadParameter(f"{str(path)!r}: give a file in a folder that can be written")
+    return path

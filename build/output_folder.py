@@ -47,14 +47,17 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 def staged(out: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a folder beside `out` that takes its place at the end; an error leaves nothing new.
 
-    Relative links in it hold in both places. Raises OSError where `out` is not empty at the end,
-    unless it is to be replaced.
+    Relative links in it hold in both places; everyone may read its files, whatever their writer
+    thought. Raises OSError where `out` is not empty at the end, unless it is to be replaced.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     stage = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
         stage.chmod(0o755)
         yield stage
+        for path in stage.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                path.chmod(path.stat().st_mode | 0o444)
         if out.exists():
             shutil.rmtree(out) if replace else out.rmdir()
         stage.rename(out)

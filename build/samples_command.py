@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from ..engines.config import DecoderConfig
 from ..engines.engine_folder import file_sha256
 from ..engines.pair import DTYPES
 from ..engines.recipes import EMBEDDED
@@ -21,13 +22,15 @@ from .adaptor.journal import Journal
 from .adaptor.prompts import CODE, QUOTE, SUMMARY, TEXT, PromptMaker, read_meetings, read_texts
 from .adaptor.samples import DataError, Sample, read_samples, write_samples
 from .bench.record import progress
-from .options import numbers
+from .options import new_file, numbers
 from .target_folder import model_fingerprint
 from .train_options import Device, Dtype, Model, Numbers, failures, model_folder, say
 
+Out = Annotated[Path, typer.Argument(help="JSON lines file to write.", callback=new_file)]
+
 
 def prompts(
-    out: Annotated[Path, typer.Argument(help="JSON lines file to write.")],
+    out: Out,
     meetings: Annotated[Path | None, typer.Option(help="QMSum-style JSONL.")] = None,
     code: Annotated[
         Path | None, typer.Option(help="Folder of Python files; default the standard library.")
@@ -41,10 +44,12 @@ def prompts(
 ) -> None:
     """Writes prompts: summaries and exact quotes of meetings, continuations of code and text."""
     with failures():
-        codec, found = TextCodec(model_folder(model)), []
+        folder, lengths = model_folder(model), numbers(prefixes)
+        check_prefixes(lengths, DecoderConfig.load(folder).max_positions)
+        codec, found = TextCodec(folder), []
         read = read_meetings(meetings) if meetings else []
         programs, texts = python_texts(code), read_texts(text or [])
-        for prefix in numbers(prefixes):
+        for prefix in lengths:
             maker = PromptMaker(codec, prefix, seed, random_start)
             kinds = {CODE: maker.continuations(programs, CODE)}
             if read:
@@ -60,6 +65,15 @@ def prompts(
         say(f"{len(found)} prompts in {out}")
 
 
+def check_prefixes(prefixes: Sequence[int], most: int) -> None:
+    """Raises DataError for a length outside 1 to `most`, and for one that stands twice."""
+    for place, prefix in enumerate(prefixes):
+        if not 1 <= prefix <= most:
+            raise DataError(f"prefixes has {prefix}; it must be 1 to {most}, the model's positions")
+        if prefix in prefixes[:place]:
+            raise DataError(f"prefixes has {prefix} twice; give each length once")
+
+
 def first_of(drawn: Iterator[Sample], count: int, what: str, needed: bool) -> list[Sample]:
     """At most `count`; tells if there are fewer. Raises DataError if one is needed and none."""
     found = list(islice(drawn, count))
@@ -72,7 +86,7 @@ def first_of(drawn: Iterator[Sample], count: int, what: str, needed: bool) -> li
 
 def answers(
     prompts: Annotated[Path, typer.Argument(help="What `masw-train prompts` wrote.")],
-    out: Annotated[Path, typer.Argument(help="JSON lines file to write.")],
+    out: Out,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     model: Model = EMBEDDED,
@@ -90,9 +104,10 @@ def answers(
         belongs = {"prompts": file_sha256(prompts), "model": model_fingerprint(folder)}
         belongs |= {"max_tokens": max_tokens, "dtype": dtype}
         kept = out.with_name(out.name + ".journal")
+        answerer = Answerer(folder, DTYPES[dtype], device)
+        answerer.check(samples, max_tokens)
         with closing(Journal(kept, belongs, alone=True)) as journal:
             done = len(journal.rows)
-            answerer = Answerer(folder, DTYPES[dtype], device)
             with progress(-(-(len(samples) - done) // batch_size)) as tick:
                 for batch in answerer.run(samples, max_tokens, batch_size, done):
                     for sample in batch:

@@ -25,7 +25,9 @@ def _present_device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise typer.BadParameter(f"{name!r} is no device; use cpu or cuda") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{name!r} is no device; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter(f"{name!r}: torch {torch.__version__} finds no CUDA device here")
     return name
@@ -48,5 +50,11 @@ def failures() -> AbstractContextManager[None]:
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model; the embedded one is made on first use."""
-    return embedded_model(say) if model == EMBEDDED else Path(model)
+    """The folder of a model; the embedded one is made on first use.
+
+    Raises ValueError for a place that is no model folder, such as a name on the hub.
+    """
+    folder = embedded_model(say) if model == EMBEDDED else Path(model)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model is {model!r}; it must be a folder with a config.json")
+    return folder

@@ -16,7 +16,7 @@ class TextCodec:
     def __init__(self, directory: Path):
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
     def encode(self, text: str, chat_template: bool = False) -> list[int]:
         """Ids of a prompt with exactly one BOS where the model has one.

@@ -10,7 +10,7 @@ import torch
 
 from ...engines.config import end_ids
 from ...engines.target import until_end
-from .samples import Sample, check_vocabulary, located
+from .samples import DataError, Sample, check_vocabulary, located
 
 
 class Answerer:
@@ -23,7 +23,7 @@ class Answerer:
     def __init__(self, model: Path, dtype: torch.dtype, device: str = "cpu"):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True)
         self.model = loaded.to(device).requires_grad_(False).eval()
         self.device, self.end_ids = device, list(end_ids(model))
         # `generate` takes from here whatever a call leaves open.
@@ -31,17 +31,27 @@ class Answerer:
             do_sample=False, eos_token_id=self.end_ids or None, pad_token_id=0
         )
 
+    def check(self, samples: Sequence[Sample], max_tokens: int) -> None:
+        """Raises DataError for no prompts, and for one with ids or a length the model lacks."""
+        if not samples:
+            raise DataError("there are no prompts; the file is empty")
+        most = self.model.config.max_position_embeddings
+        for sample in samples:
+            with located(f"sample {sample.name!r}"):
+                check_vocabulary(sample.prompt, self.model.config.vocab_size)
+                if len(sample.prompt) + max_tokens > most:
+                    raise DataError(
+                        f"a prompt of {len(sample.prompt)} tokens and max_tokens {max_tokens}; "
+                        f"the model takes {most} together"
+                    )
+
     def run(
         self, samples: Sequence[Sample], max_tokens: int, batch_size: int, done: int = 0
     ) -> Iterator[list[Sample]]:
         """The samples with answers of at most `max_tokens`, end id included, batch by batch.
 
         Short prompts first; done: how many of them, in this order, have their answers already.
-        Raises DataError for a prompt with ids that the model lacks.
         """
-        for sample in samples:
-            with located(f"sample {sample.name!r}"):
-                check_vocabulary(sample.prompt, self.model.config.vocab_size)
         order = sorted(samples, key=lambda sample: len(sample.prompt))
         for start in range(done, len(order), batch_size):
             batch = order[start : start + batch_size]

@@ -55,10 +55,18 @@ class Journal:
             self._write(belongs)
             return []
         found = self._parsed(content[: content.rfind(b"\n") + 1])
-        if differ := differing(found[0], belongs):
+        differ = differing(found[0], belongs)
+        if differ and not self._holds_nothing(found, belongs):
             raise DataError(f"{self.path} was begun with other settings ({', '.join(differ)})")
+        if differ:
+            self._file.truncate(0)
+            self._write(belongs)
         self._whole_lines()
         return found[1:]
+
+    def _holds_nothing(self, found: list[dict[str, Any]], belongs: dict[str, Any]) -> bool:
+        """Whether it is this command's, was left before the first result, and nobody else's now."""
+        return self._alone and len(found) == 1 and found[0].keys() == belongs.keys()
 
     def _whole_lines(self) -> None:
         """Drops a line that was cut short."""

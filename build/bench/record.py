@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ...engines.whole_file import whole_file
+
 Tick = Callable[[str], None]
 
 
@@ -141,14 +143,24 @@ def commit() -> str | None:
 
 
 def emit(record: Record, card: Table, json_file: Path | None = None) -> None:
-    """Prints the card, the checks and, as the last line, the JSON object; writes it to a file."""
+    """Prints the card, the checks and, as the last line, the JSON object; writes it to a file.
+
+    Either is done where the other fails.
+    """
     text = json.dumps(record.as_dict())
-    if json_file is not None:
-        json_file.write_text(text + "\n")
-    console = Console(highlight=False)
+    try:
+        _print(record, card, text)
+    finally:
+        if json_file is not None:
+            with whole_file(json_file) as part:
+                part.write_text(text + "\n")
+
+
+def _print(record: Record, card: Table, text: str) -> None:
+    console = Console(highlight=False, markup=False)  # names are no markup
     console.print(card)
     for check in record.checks:
-        console.print(str(check), markup=False)
+        console.print(str(check))
     where = machine()
     print(f"{where['cpu']}, {where['cores']} cores, {where['threads']} threads")
     print(text, flush=True)

@@ -58,6 +58,18 @@ def test_a_journal_for_one_process_is_not_lent_to_another(tmp_path):
     assert Journal(tmp_path / "j", BELONGS, alone=True).rows == [{"n": 1}]
 
 
+def test_a_journal_that_holds_nothing_is_begun_anew_with_other_settings(tmp_path):
+    Journal(tmp_path / "j", BELONGS, alone=True).close()
+    journal = Journal(tmp_path / "j", BELONGS | {"tokens": 64}, alone=True)
+    journal.append({"n": 1})
+    journal.close()
+    with pytest.raises(DataError, match=r"begun with other settings \(tokens\)"):
+        Journal(tmp_path / "j", BELONGS, alone=True)
+    (tmp_path / "other").write_text('{"results": 1}\n')
+    with pytest.raises(DataError, match="begun with other settings"):
+        Journal(tmp_path / "other", BELONGS, alone=True)
+
+
 def append_long_rows(path, name):
     journal = Journal(path, BELONGS)
     for number in range(40):

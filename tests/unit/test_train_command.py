@@ -286,6 +286,65 @@ def test_answers_refuse_other_types_and_ids(model, tmp_path):
     assert "sample 'n': token id 307 is not of this model" in call(*command, code=1).stderr
 
 
+def test_refused_prompts_leave_no_journal_to_stumble_over(model, tmp_path):
+    command = ["answers", tmp_path / "p.jsonl", tmp_path / "a.jsonl", "--model", model]
+    for wrong in ([Sample((4, 307))], [Sample((4,) * 1020)], []):
+        write_samples(tmp_path / "p.jsonl", wrong)
+        call(*command, "--max-tokens", "5", code=1)
+        assert [path.name for path in tmp_path.iterdir()] == ["p.jsonl"]
+    write_samples(tmp_path / "p.jsonl", [Sample((4,) * 1019, name="n")])
+    refused = call(*command, "--max-tokens", "6", code=1).stderr
+    assert "'n': a prompt of 1019 tokens and max_tokens 6; the model takes 1024" in refused
+    call(*command, "--max-tokens", "5")
+    assert len(read_samples(tmp_path / "a.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["prompts", "out.jsonl"],
+        ["answers", "s.jsonl.gz", "out.jsonl"],
+        ["evaluate", "s.jsonl.gz"],
+        ["pretrain", "--data", "samples=s.jsonl.gz", "--out", "run"],
+    ],
+)
+def test_a_name_that_is_no_model_folder_is_refused_without_asking_a_hub(
+    samples, tmp_path, monkeypatch, command
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.jsonl.gz").symlink_to(samples)
+    refused = call(*command, "--model", "some/name", code=1).stderr
+    assert refused == "masw-train: model is 'some/name'; it must be a folder with a config.json\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["s.jsonl.gz"]
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message"),
+    [
+        ("0", "prefixes has 0; it must be 1 to 1024, the model's positions"),
+        ("-5", "prefixes has -5; it must be 1 to 1024"),
+        ("500,1025", "prefixes has 1025; it must be 1 to 1024"),
+        ("100,200,100", "prefixes has 100 twice"),
+    ],
+)
+def test_prefixes_without_sense_are_refused(model, tmp_path, prefixes, message):
+    command = ["prompts", tmp_path / "p.jsonl", "--model", model, "--prefixes", prefixes]
+    assert message in call(*command, code=1).stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_places_that_cannot_be_written_are_refused_before_any_work(model, samples, tmp_path):
+    for place in (tmp_path, tmp_path / "none" / "x"):
+        for command in (
+            ["prompts", place, "--model", model],
+            ["answers", samples, place, "--model", model],
+            ["evaluate", samples, "--model", model, "--json", place],
+        ):
+            told = " ".join(call(*command, code=2).stderr.replace("│", " ").split())
+            assert "give a file in a folder that can be written" in told
+    assert not list(tmp_path.iterdir())
+
+
 def write_meetings(path, count):
     turns = [f"Speaker {i}: " + " ".join("abcde"[(i + j) % 5] for j in range(60)) for i in range(6)]
     queries = [{"query": "who?", "answer": "a"}]
@@ -322,16 +381,18 @@ def test_fewer_prompts_than_asked_are_told_and_none_is_refused(model, tmp_path, 
     assert "1 of 8 code prompts of 500 tokens" in told
     assert "2 of 8 summary prompts of 500 tokens" in told
     assert "no summary prompts of 1000 tokens" in call(*command, "1000", code=1).stderr
-    assert "no code prompts of 9000 tokens" in call(*command, "9000", code=1).stderr
+    (tmp_path / "m.py").write_text("x = 1\n" * 40)
+    assert "no code prompts of 500 tokens" in call(*command, "500", code=1).stderr
     (tmp_path / "t.txt").write_text("a long text " * 2000)
     monkeypatch.setattr(samples_command, "standard_library", lambda: [tmp_path / "m.py"])
     command = ["prompts", tmp_path / "p.jsonl", "--text", tmp_path / "t.txt", "--model", model]
-    assert "0 of 8 code prompts" in call(*command, "--prefixes", "9000").stderr
+    assert "0 of 8 code prompts" in call(*command, "--prefixes", "1000").stderr
     assert [sample.kind for sample in read_samples(tmp_path / "p.jsonl")] == ["text"]
 
 
 def test_a_code_folder_that_is_not_there_is_named(model, tmp_path):
     command = ["prompts", tmp_path / "p.jsonl", "--code", tmp_path / "none", "--model", model]
+    command += ["--prefixes", "500"]
     assert "none; it must be a folder" in call(*command, code=1).stderr
 
 
