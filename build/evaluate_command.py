@@ -56,6 +56,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Tok./Iter of draft memories, exact for greedy decoding, from one forward each."""
+    check_distinct(samples=samples, outcomes=outcomes, json=json_file)
     with failures():
         comparison = comparing.Comparison(
             adaptors=files_of(adaptor or []),
@@ -128,8 +129,11 @@ def plot(
     with failures():
         from .adaptor.plots import draw_all, read_results
 
-        arms = read_results(results / "ablations", "tok_iter")
-        for path in draw_all(arms, read_results(results, "rows"), out):
+        arms = read_results(results / "ablations", "*.json", ("group", "name", "tok_iter"))
+        evaluations = read_results(results, "evaluate*.json", ("rows",))
+        if not arms and not evaluations:
+            raise ValueError(f"{results} has neither evaluate*.json nor ablations/*.json")
+        for path in draw_all(arms, evaluations, out):
             typer.echo(str(path))
 
 
@@ -148,7 +152,16 @@ def files_of(texts: Sequence[str]) -> dict[str, Path]:
 
 def tuples_of(text: str, form: str) -> tuple[tuple[int, ...], ...]:
     """Numbers in a form such as W:r, several of these separated by commas."""
-    found = [numbers(part.replace(":", ",")) for part in text.split(",") if part.strip()]
-    if any(len(entry) != len(form.split(":")) for entry in found):
+    found = [part.strip().split(":") for part in text.split(",") if part.strip()]
+    numeric = all(number.isdecimal() for entry in found for number in entry)
+    if not numeric or any(len(entry) != len(form.split(":")) for entry in found):
         raise typer.BadParameter(f"{text!r}: give {form}, several separated by commas")
-    return tuple(found)
+    return tuple(tuple(map(int, entry)) for entry in found)
+
+
+def check_distinct(**files: Path | None) -> None:
+    """Raises BadParameter where two options name one file, of which one would be lost."""
+    seen: dict[Path, str] = {}
+    for name, path in files.items():
+        if path is not None and (other := seen.setdefault(path.resolve(), name)) != name:
+            raise typer.BadParameter(f"{other} and {name} are both {str(path)!r}; give two files")

@@ -58,7 +58,7 @@ def stage_command(tuning: bool, summary: str) -> Callable[..., None]:
         tensorboard: bool = False,
     ) -> None:
         with failures():
-            embedding = slot_embedding if not slot_embedding.isdigit() else int(slot_embedding)
+            embedding = slot_embedding if not slot_embedding.isdecimal() else int(slot_embedding)
             settings = TrainSettings(
                 intervals=numbers(intervals),
                 sink=sink,

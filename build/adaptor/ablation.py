@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from ...engines.decoder import Decoder
 from ...engines.pair import DTYPES
 from ..bench.record import device_name, origin, rounded
 from ..output_folder import write_json
+from ..progress import Say
 from ..target_folder import model_fingerprint
 from .arms import PRETRAIN, SFT, Arm, curve_steps
 from .comparison import check_samples, overall
@@ -42,25 +43,28 @@ class Laboratory:
     draft_tokens: int = 5
     max_tokens: int = 128
 
-    def run(
-        self, arms: Sequence[Arm], out: Path, say: Callable[[str], None]
-    ) -> Iterator[dict[str, Any]]:
+    def run(self, arms: Sequence[Arm], out: Path, say: Say) -> Iterator[dict[str, Any]]:
         """Results of the arms in order, each kept in a file of `out`; those there are read.
 
-        Raises ValueError, before any training, for samples that cannot be evaluated and for a
-        result in `out` that other settings, data, model or samples gave.
+        Raises ValueError, before any training, for samples that cannot be evaluated, for data that
+        cannot be trained on, and for a result in `out` that other settings, data, model or samples
+        gave.
         """
         model = DecoderConfig.load(self.model)
         check_samples(self.samples, self.max_tokens, model)
         for arm in arms:
             check_lengths(arm.settings, model)
-        out.mkdir(parents=True, exist_ok=True)
         kept = {arm: self._kept(arm, path) for arm in arms if (path := _file(out, arm)).is_file()}
         done = {arm.key: result for arm, result in kept.items()}
+        rows = StageRows(self.model, self._sources, say)
+        for arm in arms:
+            if arm.key not in done:
+                rows.prepare(arm)
+        out.mkdir(parents=True, exist_ok=True)
         for arm in arms:
             if arm not in kept:
                 say(f"{arm.group}: {arm.name}")
-                result = done.get(arm.key) or self._inputs(arm) | self._run(arm)
+                result = done.get(arm.key) or self._inputs(arm) | self._run(arm, rows)
                 done[arm.key] = kept[arm] = result | {"group": arm.group, "name": arm.name}
                 write_json(_file(out, arm), kept[arm], indent=None)
             yield kept[arm]
@@ -97,25 +101,20 @@ class Laboratory:
 
     @cached_property
     def _digests(self) -> dict[str, list[list[str | None]]]:
-        return {stage: digests(self._sources(stage)) for stage in (PRETRAIN, SFT)}
+        return {stage: digests(sources) for stage, sources in self._sources.items()}
 
-    def _run(self, arm: Arm) -> dict[str, Any]:
+    def _run(self, arm: Arm, rows: StageRows) -> dict[str, Any]:
         settings = arm.settings
         trained = Decoder.load(self.model, DTYPES[settings.dtype], self.device)
         adaptor, reports = settings.new_adaptor(trained), []
         for stage in arm.stages:
-            schedule = Schedule(self._rows(stage, arm.share, trained.config), arm.share)
+            schedule = Schedule(rows.of(stage, settings), arm.share)
             reports += list(Trainer(trained, adaptor, schedule).run())
         return self._result(arm, reports, self._evaluate(settings, adaptor))
 
-    def _rows(self, stage: str, settings: TrainSettings, model: DecoderConfig) -> list[Rows]:
-        from ...engines.text import TextCodec
-
-        sources, codec = self._sources(stage), TextCodec(self.model)
-        return training_rows(sources, codec, model, settings, stage == SFT, lambda text: None)
-
-    def _sources(self, stage: str) -> Sequence[Source]:
-        return {PRETRAIN: self.pretraining, SFT: self.tuning}[stage]
+    @property
+    def _sources(self) -> dict[str, Sequence[Source]]:
+        return {PRETRAIN: self.pretraining, SFT: self.tuning}
 
     def _evaluate(self, settings: TrainSettings, adaptor: Adaptor) -> list[Summary]:
         decoder = Decoder.load(self.model, DTYPES["float32"], self.device)
@@ -140,6 +139,30 @@ class Laboratory:
             "device": device_name(self.device),
             **origin(),
         }
+
+
+class StageRows:
+    """Training rows of stages from their sources, made once for all arms that share them."""
+
+    def __init__(self, model: Path, sources: dict[str, Sequence[Source]], say: Say):
+        from ...engines.text import TextCodec
+
+        self.codec, self.model = TextCodec(model), DecoderConfig.load(model)
+        self.sources, self.say = sources, say
+        self._made: dict[tuple, list[Rows]] = {}
+
+    def prepare(self, arm: Arm) -> None:
+        """Makes an arm's rows. Raises DataError for data that give none."""
+        for stage in arm.stages:
+            Schedule(self.of(stage, arm.settings), arm.share)
+
+    def of(self, stage: str, settings: TrainSettings) -> list[Rows]:
+        """The rows of a stage under these settings."""
+        key = stage, settings.lengths, settings.prompt_weight
+        if key not in self._made:
+            what = self.sources[stage], self.codec, self.model
+            self._made[key] = training_rows(*what, settings, stage == SFT, self.say)
+        return self._made[key]
 
 
 def _file(out: Path, arm: Arm) -> Path:

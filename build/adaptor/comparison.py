@@ -22,6 +22,8 @@ from .snapkv import SnapKV
 from .spread import beside_windows
 from .summary import Summary, summaries
 
+OWN_NAMES = ("full", "window", "swa", "snapkv", "untrained")  # of memories but the adaptors'
+MOST, MOST_DRAFTS = 2**31 - 1, 1024  # tokens
 SNAPKV_SHARE = 8  # the paper's 4,096 entries of 32K, scaled to shorter prefixes
 
 
@@ -33,7 +35,8 @@ class Comparison:
     adaptor is tried as it is, beside the one it was trained for. untrained: (W, r) of untrained
     copies. equal: slot intervals whose entries, beside `window` of W, a sink + window memory gets.
     windows: other sink + window memories, by entries. swa: plain sliding windows without a sink.
-    sink: of all memories but the adaptors'.
+    sink: of all memories but the adaptors'. Raises ValueError for what tells nothing or is named
+    like another kind of memory.
     """
 
     adaptors: dict[str, Path]
@@ -49,9 +52,21 @@ class Comparison:
     max_tokens: int = 128
 
     def __post_init__(self):
-        for name in ("windows", "swa"):
-            if min(getattr(self, name), default=1) < 1:
-                raise ValueError(f"{name} has {min(getattr(self, name))}; it must be 1 or more")
+        for name in ("windows", "swa", "equal"):
+            least, most = min(getattr(self, name), default=1), max(getattr(self, name), default=1)
+            if not 1 <= least <= most <= MOST:
+                wrong = most if least >= 1 else least
+                raise ValueError(f"{name} has {wrong}; it must be 1 to {MOST}")
+        for name in self.adaptors:
+            if name.startswith(OWN_NAMES):
+                raise ValueError(
+                    f"adaptor {name!r} is named like another memory; use none that begins with "
+                    f"{', '.join(OWN_NAMES)}"
+                )
+        if self.transferred and not self.adaptors:
+            raise ValueError("transferred tries adaptors in other memories; give adaptors")
+        if not 1 <= self.draft_tokens <= MOST_DRAFTS:
+            raise ValueError(f"draft_tokens is {self.draft_tokens}; it must be 1 to {MOST_DRAFTS}")
 
 
 def memories(comparison: Comparison, decoder: Decoder, prefix: int) -> list[DraftMemory]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .lock import lock
 from .samples import DataError
 
 
@@ -29,7 +30,7 @@ class Journal:
         self._file = path.open("a+b")
         try:
             if alone:
-                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, self.path)
             with self._locked():
                 self.rows: list[dict[str, Any]] = self._begun(json.loads(json.dumps(belongs)))
         except BaseException:
@@ -89,25 +90,17 @@ class Journal:
         self._file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
 
-    def _lock(self, how: int) -> None:
-        try:
-            fcntl.flock(self._file, how)
-        except BlockingIOError:
-            raise DataError(f"{self.path} is in use: the same command runs already") from None
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be locked ({error}); use a local disk") from None
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Only this process reads and writes meanwhile."""
         if self._alone:
             yield
             return
-        self._lock(fcntl.LOCK_EX)
+        lock(self._file, fcntl.LOCK_EX, self.path)
         try:
             yield
         finally:
-            self._lock(fcntl.LOCK_UN)
+            lock(self._file, fcntl.LOCK_UN, self.path)
 
 
 def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

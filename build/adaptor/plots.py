@@ -32,21 +32,22 @@ BARS = {
 Results = list[dict[str, Any]]
 
 
-def read_results(folder: Path, key: str) -> Results:
-    """The JSON objects of a folder, by file name.
+def read_results(folder: Path, pattern: str, keys: Sequence[str]) -> Results:
+    """The JSON objects of a folder's files of a pattern, by file name.
 
-    key: what they are drawn from. Raises ValueError naming a file without it.
+    keys: what they are drawn from. Raises ValueError naming a file that lacks one.
     """
-    return [_result(path, key) for path in sorted(folder.glob("*.json"))]
+    return [_result(path, keys) for path in sorted(folder.glob(pattern))]
 
 
-def _result(path: Path, key: str) -> dict[str, Any]:
+def _result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     try:
-        result = json.loads(path.read_text())
-    except ValueError:
-        result = None
-    if not isinstance(result, dict) or not result.get(key):
-        raise ValueError(f"{path} has no {key}; make it again or move it away")
+        result = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        result = {}
+    for key in keys:
+        if not result.get(key):
+            raise ValueError(f"{path} has no {key}; make it again or move it away")
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -119,26 +120,36 @@ def document_ids(
 ) -> Iterator[np.ndarray]:
     """Ids (n,) int32 of every document of the sources.
 
-    Raises DataError for ids beyond the vocabulary.
+    Raises DataError for ids beyond the vocabulary and for a source without documents.
     """
     for source in sources:
         say(f"reading {source}")
-        if source.name == "ids":
-            yield _array(source.path, vocab_size).astype(np.int32)
-        elif source.name == "samples":
-            samples = _samples(source.path, vocab_size)
-            yield from (np.asarray(sample.ids, np.int32) for sample in samples)
-        else:
-            for text in source.documents():
-                ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
-                yield np.asarray(ids, np.int32)
+        empty = True
+        for ids in _documents(source, codec, vocab_size):
+            empty = False
+            yield np.asarray(ids, np.int32)
+        if empty:
+            raise DataError(f"{source} has no documents")
+
+
+def _documents(source: Source, codec: TextCodec, vocab_size: int) -> Iterator[Sequence[int]]:
+    if source.name == "ids":
+        yield _array(source.path, vocab_size)
+    elif source.name == "samples":
+        yield from (sample.ids for sample in _samples(source.path, vocab_size))
+    else:
+        for text in source.documents():
+            ids = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
+            with located(str(source)):
+                check_vocabulary(ids, vocab_size)
+            yield ids
 
 
 def _array(path: Path, vocab_size: int) -> np.ndarray:
     """Ids (n,) of a .npy file. Raises DataError for anything else and ids out of range."""
     try:
         ids = np.load(path)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, BadZipFile, MemoryError) as error:
         raise DataError(f"{path}: no .npy array: {error}") from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         shown = f"{ids.dtype} of shape {ids.shape}" if isinstance(ids, np.ndarray) else "an archive"
@@ -176,11 +187,30 @@ def tuning_rows(
         for source in sources:
             say(f"reading {source}")
             if source.name == "samples":
-                yield from (s for s in _samples(source.path, vocab_size) if s.answer)
-            else:
-                yield from _exchange_samples(source, codec, max(lengths), end_id, say)
+                yield from _answered_samples(source, vocab_size, max(lengths), say)
+                continue
+            for sample in _exchange_samples(source, codec, max(lengths), end_id, say):
+                with located(str(source)):
+                    check_vocabulary(sample.ids, vocab_size)
+                yield sample
 
     return sample_rows(samples(), lengths, end_id, prompt_weight)
+
+
+def _answered_samples(source: Source, vocab_size: int, length: int, say: Say) -> list[Sample]:
+    """Those with answers; tells how many have none, and how many do not fit whole.
+
+    Raises DataError if none has an answer.
+    """
+    samples = _samples(source.path, vocab_size)
+    answered = [sample for sample in samples if sample.answer]
+    if not answered:
+        raise DataError(f"{source}: none of its {len(samples)} samples has an answer")
+    if skipped := len(samples) - len(answered):
+        say(f"{source}: skipped {skipped} of {len(samples)} samples, without answers")
+    if cut := sum(len(sample.ids) > length for sample in answered):
+        say(f"{source}: {cut} samples are longer than {length} tokens and lose their beginning")
+    return answered
 
 
 def _exchange_samples(

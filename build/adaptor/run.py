@@ -84,9 +84,9 @@ def train(run: Run, say: Say) -> list[Path]:
 
 
 def _train(run: Run, ranks: Ranks, device: torch.device, say: Say) -> list[Path]:
-    settings, first = run.settings, ranks.rank == 0
+    settings = run.settings
     inputs = run.inputs() | {"ranks": ranks.world}  # a batch is a multiple of their number
-    folder = RunFolder(run.out, settings, inputs, first)
+    folder = RunFolder(run.out, settings, inputs, writes=ranks.rank == 0)
     decoder = Decoder.load(run.model, DTYPES[settings.dtype], device)
     adaptor = _adaptor(run, decoder)
     teacher = run.target and Decoder.load(run.target, DTYPES[settings.dtype], device)
@@ -94,29 +94,36 @@ def _train(run: Run, ranks: Ranks, device: torch.device, say: Say) -> list[Path]
     rows = training_rows(run.sources, codec, decoder.config, settings, run.tuning, say)
     schedule = Schedule(rows, settings, ranks.rank, ranks.world)
     trainer = Trainer(decoder, adaptor, schedule, teacher, ranks)
+    with folder.held():
+        _take_steps(run, folder, trainer, ranks, say)
+        if ranks.rank:
+            return []
+        return folder.finish(
+            adaptor,
+            inputs
+            | {
+                "base": adaptor.config.base,
+                "rows": {str(part.length): len(part) for part in rows},
+                "tokens_seen": sum(_tokens(schedule, step) for step in range(settings.steps)),
+                "device": device_name(run.device),
+            },
+        )
+
+
+def _take_steps(run: Run, folder: RunFolder, trainer: Trainer, ranks: Ranks, say: Say) -> None:
+    """The steps that are left; told and kept by the first rank."""
+    steps, first = run.settings.steps, ranks.rank == 0
     done = folder.resume(trainer)
-    say(f"{'resumed at' if done else 'starting at'} step {done} of {settings.steps}")
-    with _show(settings.steps, done, quiet=not first) as show, _board(run, first) as board:
+    say(f"{'resumed at' if done else 'starting at'} step {done} of {steps}")
+    with _show(steps, done, quiet=not first) as show, _board(run, first) as board:
         for report in trainer.run():
             show(report)
             if not first:
                 continue
             folder.note(report)
             board(report)
-            if report.step % run.save_every == 0 or report.step == settings.steps:
+            if report.step % run.save_every == 0 or report.step == steps:
                 trainer.save_state(folder.state)
-    if not first:
-        return []
-    return folder.finish(
-        adaptor,
-        inputs
-        | {
-            "base": adaptor.config.base,
-            "rows": {str(part.length): len(part) for part in rows},
-            "tokens_seen": sum(_tokens(schedule, step) for step in range(settings.steps)),
-            "device": device_name(run.device),
-        },
-    )
 
 
 def _adaptor(run: Run, decoder: Decoder) -> Adaptor:
@@ -124,12 +131,14 @@ def _adaptor(run: Run, decoder: Decoder) -> Adaptor:
     shapes = {name: tensor.shape for name, tensor in adaptor.state_dict().items()}
     adaptor.check_fit("the run's settings", decoder.config, shapes)
     if run.start is not None:
-        started = Adaptor.load(run.start, decoder.config, decoder.fingerprint())
-        missing = adaptor.load_state_dict(started.state_dict(), strict=False)
-        if missing.unexpected_keys:
-            raise ValueError(
-                f"{run.start.name} has {missing.unexpected_keys[0]}, which these settings lack"
-            )
+        started = Adaptor.load(run.start, decoder.config, decoder.fingerprint()).state_dict()
+        for name, tensor in started.items():
+            if tensor.shape != shapes.get(name):
+                raise ValueError(
+                    f"{run.start.name} has {name} of shape {tuple(tensor.shape)}; these settings "
+                    f"have {tuple(shapes[name]) if name in shapes else 'none'}"
+                )
+        adaptor.load_state_dict(started, strict=False)
     return adaptor
 
 

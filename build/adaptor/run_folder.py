@@ -9,8 +9,12 @@ provenance.json       where it came from
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,11 @@ from ...engines.adaptor import Adaptor
 from ..bench.record import origin, without_folder
 from ..output_folder import write_json
 from .journal import differing
+from .lock import lock
 from .settings import TrainSettings
 from .training import StepReport, Trainer
+
+ADAPTORS = "adaptor-r*.safetensors"
 
 
 class RunFolder:
@@ -30,7 +37,7 @@ class RunFolder:
 
     inputs: what else decides the outcome (stage, digests of model and data ...), JSON-ready.
     writes: False on ranks but the first. Raises ValueError naming what differs where the folder
-    holds the steps of another run.
+    holds the steps of another run, and for a folder with an adaptor but no steps.
     """
 
     def __init__(
@@ -39,11 +46,20 @@ class RunFolder:
         self.path, self.settings, self.writes = path, settings, writes
         self._known = path / "settings.json"
         self._wanted = json.loads(json.dumps(inputs | asdict(settings)))
-        if self.state.is_file():
-            self._check()
+        self._check()
 
     def _check(self) -> None:
-        found = json.loads(self._known.read_text())
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is no folder; give another --out")
+        if not self.state.is_file():
+            for name in ("provenance.json", *sorted(p.name for p in self.path.glob(ADAPTORS))):
+                if (self.path / name).exists():
+                    raise ValueError(f"{self.path} holds {name} of no run; give another --out")
+            return
+        try:
+            found = dict(json.loads(self._known.read_text()))
+        except (ValueError, TypeError):
+            raise ValueError(f"{self._known} holds no settings; give another --out") from None
         if differ := differing(found, self._wanted):
             raise ValueError(
                 f"{self.path} holds a run with other settings or data ({', '.join(differ)}); "
@@ -55,6 +71,24 @@ class RunFolder:
         """File of the resumable state."""
         return self.path / "state.safetensors"
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Makes the folder, in which no other process may train meanwhile.
+
+        Raises DataError where one does.
+        """
+        if not self.writes:
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        place = os.open(self.path, os.O_RDONLY)
+        try:
+            lock(place, fcntl.LOCK_EX | fcntl.LOCK_NB, self.path)
+            self._check()  # another may have trained since
+            yield
+        finally:
+            os.close(place)
+
     def resume(self, trainer: Trainer) -> int:
         """Takes the trainer to the last saved step, which is returned, and cuts the log there.
 
@@ -63,7 +97,6 @@ class RunFolder:
         if self.state.is_file():
             trainer.load_state(self.state)
         if self.writes:
-            self.path.mkdir(parents=True, exist_ok=True)
             write_json(self._known, self._wanted)
             log = self.path / "log.jsonl"
             lines = log.read_text().splitlines() if log.is_file() else []

@@ -117,7 +117,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     Raises DataError naming the place of bytes that are no UTF-8 or no whole gzip file.
     """
     if not path.is_file():
-        raise DataError(f"{path} does not exist")
+        raise DataError(f"{path} {'is no file' if path.exists() else 'does not exist'}")
     number, opened = 0, gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8", errors="surrogateescape") as lines:
@@ -146,9 +146,15 @@ def field_of(row: Any, name: str, kind: type[T]) -> T:
 
 
 def typed(value: Any, name: str, kind: type[T]) -> T:
-    """The value. Raises DataError with its name if it is not of the kind."""
+    """The value. Raises DataError with its name if it is not of the kind, or half a character."""
     if not isinstance(value, kind):
         raise DataError(f"{name!r} is {_shown(value)}; it must be {_KINDS[kind]}")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(value[error.start])
+            raise DataError(f"{name!r} has {half} at {error.start + 1}, no character") from None
     return value
 
 

@@ -14,6 +14,8 @@ from ...plugins.slot_attention.rule import MemoryRule, SlotVisibility
 
 TRAINING_DTYPES = ("float32", "bfloat16")  # gradients vanish in float16
 
+MOST = 2**31 - 1  # of a count, a length and a seed
+
 
 class Initialisation(StrEnum):
     """How the mirrored projections begin: as copies of the backbone's, or at random."""
@@ -67,8 +69,12 @@ class TrainSettings:
         object.__setattr__(self, "loss", Loss(self.loss))
         least = {"steps": 1, "batch_tokens": 1, "micro_tokens": 1, "warmup": 0, "seed": 0}
         for name, limit in least.items():
-            if getattr(self, name) < limit:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit} or more")
+            if not limit <= getattr(self, name) <= MOST:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit} to {MOST}")
+        if not 0 <= self.weight_decay < inf:
+            raise ValueError(
+                f"weight_decay is {self.weight_decay}; it must be 0 or more and finite"
+            )
         for name in ("next_token", "prompt_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 to 1")

@@ -184,7 +184,14 @@ class Trainer:
         return self.teacher.run(block, causal_attention)[0][places]
 
     def save_state(self, path: Path) -> None:
-        """Writes all that a resumed run needs, atomically, as safetensors."""
+        """Writes all that a resumed run needs, atomically, as safetensors.
+
+        Raises FloatingPointError for weights that are no longer finite.
+        """
+        if not all(parameter.isfinite().all() for parameter in self.parameters):
+            raise FloatingPointError(
+                f"step {self.step} left weights that are not finite; use a lower learning_rate"
+            )
         tensors = {f"adaptor/{name}": tensor for name, tensor in self.adaptor.state_dict().items()}
         for name, parameter in self.adaptor.named_parameters():
             for key, tensor in self.optimizer.state[parameter].items():
@@ -196,7 +203,7 @@ class Trainer:
     def load_state(self, path: Path) -> None:
         """Goes on from a saved state: the same weights as if it had never stopped."""
         with safe_open(path, framework="pt", device=str(self.device)) as file:
-            self.step = int(file.metadata()["step"])
+            self.step = _step_of(file.metadata(), path)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         groups: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -207,3 +214,9 @@ class Trainer:
             found = {key: named[name] for key, named in groups.items() if name in named}
             if found:
                 self.optimizer.state[parameter] = found
+
+
+def _step_of(header: dict[str, str] | None, path: Path) -> int:
+    if not (header or {}).get("step", "").isdecimal():
+        raise ValueError(f"{path} is no state of a training run; give another --out")
+    return int(header["step"])

@@ -187,7 +187,7 @@ def progress(total: int) -> Iterator[Tick]:
         done = iter(range(1, total + 1))
         yield lambda text: console.print(f"{next(done, total)}/{total} {text}", markup=False)
         return
-    columns = BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda text: bar.update(task, description=text, advance=1)

@@ -1,6 +1,7 @@
 """Tok./Iter from one masked forward equals what the running loop counts."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,23 +272,29 @@ def test_nothing_to_compare_is_refused(decoder):
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("names", "change", "name"),
     [
-        ({"windows": (40, 40)}, "window-40"),
-        ({"adaptors": {"full": "a.safetensors"}}, "full"),
-        ({"adaptors": {"swa-32": "a.safetensors"}}, "swa-32"),
+        ((), {"windows": (40, 40)}, "window-40"),
+        (("mine", "mine S4 W8 r2"), {"transferred": ((4, 8, 2),)}, "mine S4 W8 r2"),
     ],
 )
-def test_memories_of_one_name_are_refused_before_any_forward(decoder, tmp_path, change, name):
+def test_memories_of_one_name_are_refused_before_any_forward(
+    decoder, tmp_path, names, change, name
+):
     model = decoder("llama")
     adaptor = random_adaptor(model, MemoryRule(8, 16, 16, 4, "evicted"), trained=True)
     adaptor.save(tmp_path / "a.safetensors")
-    files = {key: tmp_path / path for key, path in change.get("adaptors", {}).items()}
-    comparison = replace(Comparison({}, swa=(32,)), **change | {"adaptors": files})
+    files = {name: tmp_path / "a.safetensors" for name in names}
     sample, kept = Sample((1, 2), (3,), "x", 2), tmp_path / "outcomes.jsonl"
     with pytest.raises(ValueError, match=f"2 memories are named '{name}'"):
-        compare(comparison, model, [sample], pytest.fail, kept=kept)
+        compare(Comparison(files, **change), model, [sample], pytest.fail, kept=kept)
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("name", ["full", "swa-32", "windowed", "snapkv2", "untrained"])
+def test_an_adaptor_is_not_named_like_another_memory(name):
+    with pytest.raises(ValueError, match=f"adaptor '{name}' is named like another memory"):
+        Comparison({name: Path("a.safetensors")})
 
 
 def test_summary_adds_tokens_and_iterations_of_all_samples():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from masw.build import samples_command
@@ -134,10 +134,50 @@ def test_ranks_but_the_first_write_nothing_and_still_compare(tmp_path):
     RunFolder(out, TrainSettings(), {"data": "one"}, writes=False).resume(idle)
     assert not out.exists()
     first = RunFolder(out, TrainSettings(), {"data": "one"})
-    first.resume(idle)
+    with first.held():
+        first.resume(idle)
     first.state.touch()
     with pytest.raises(ValueError, match=r"other settings or data \(data\)"):
         RunFolder(out, TrainSettings(), {"data": "other"}, writes=False)
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(model, samples, tmp_path):
+    with RunFolder(tmp_path, TrainSettings(), {}).held():
+        told = sft(model, samples, tmp_path, code=1).stderr
+    assert "is in use: the same command runs already" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["adaptor-r4.safetensors", "provenance.json"])
+def test_a_folder_with_results_of_no_run_is_left_as_it_is(model, samples, tmp_path, name):
+    (tmp_path / name).write_text("precious")
+    told = sft(model, samples, tmp_path, code=1).stderr
+    assert f"holds {name} of no run; give another --out" in told
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_what_is_no_run_is_named(model, samples, tmp_path):
+    (tmp_path / "file").touch()
+    assert "file is no folder" in sft(model, samples, tmp_path / "file", code=1).stderr
+    out = tmp_path / "out"
+    sft(model, samples, out, "--steps", "1")
+    save_file({"x": torch.zeros(1)}, out / "state.safetensors")
+    told = sft(model, samples, out, "--steps", "1", code=1).stderr
+    assert "state.safetensors is no state of a training run" in told
+    (out / "settings.json").write_text("[]")
+    assert "other settings or data" in sft(model, samples, out, code=1).stderr
+    (out / "settings.json").write_text("{")
+    assert "settings.json holds no settings" in sft(model, samples, out, code=1).stderr
+
+
+def test_a_start_of_other_shapes_is_refused_in_one_line(model, samples, tmp_path):
+    sft(model, samples, tmp_path / "first", "--low-rank", "2")
+    start = ["--start", tmp_path / "first" / "adaptor-r8.safetensors"]
+    told = sft(model, samples, tmp_path / "second", *start, "--low-rank", "3", code=1).stderr
+    assert "adaptor-r8.safetensors has layers.0.query" in told and "these settings have (" in told
+    assert len(told.splitlines()) == 1
+    told = sft(model, samples, tmp_path / "second", *start, code=1).stderr
+    assert "these settings have none" in told
 
 
 def test_training_goes_on_from_an_adaptor(model, samples, tmp_path):
@@ -160,7 +200,10 @@ def test_training_goes_on_from_an_adaptor(model, samples, tmp_path):
         (["--intervals", "0"], "interval is 0; it must be an integer from 1 up"),
         (["--slot-embedding", "mean"], "slot_embedding is 'mean'; give 'last_token' or a token id"),
         (["--slot-embedding", "999999"], "slot_embedding is 999999; the model has"),
-        (["--seed", "-1"], "seed is -1; it must be 0 or more"),
+        (["--weight-decay", "inf"], "weight_decay is inf; it must be 0 or more and finite"),
+        (["--weight-decay", "-1"], "weight_decay is -1.0; it must be 0 or more and finite"),
+        (["--steps", "1" + "0" * 14], "steps is 100000000000000; it must be 1 to 2147483647"),
+        (["--seed", "-1"], "seed is -1; it must be 0 to 2147483647"),
         (["--learning-rate", "nan"], "learning_rate is nan; it must be above 0 and finite"),
         (["--dtype", "float16"], "dtype is 'float16'; use one of float32, bfloat16"),
         (["--start", "nowhere.safetensors"], "nowhere.safetensors"),
@@ -481,6 +524,25 @@ def test_kept_outcomes_know_a_memory_by_its_weights_not_its_name(model, samples,
     assert evaluate("mine", "other.safetensors") == {"mine"}
 
 
+def test_one_file_is_not_written_twice(model, samples, tmp_path):
+    kept = tmp_path / "o.jsonl"
+    command = ["evaluate", samples, "--model", model, "--outcomes", kept]
+    refused = call(*command, "--json", tmp_path / "." / "o.jsonl", code=2)
+    assert "outcomes and json are both" in refused.stderr
+    assert "samples and json" in call(*command, "--json", samples, code=2).stderr
+    assert not kept.exists()
+
+
+def test_names_are_no_markup(model, tmp_path):
+    ids = random_ids(69, 1)
+    write_samples(tmp_path / "s.jsonl", [Sample(ids[:60], ids[60:], "[/b]", 60)])
+    adaptor = random_adaptor(Decoder.load(model), MemoryRule(8, 16, 16, 4, "evicted"), trained=True)
+    adaptor.save(tmp_path / "a.safetensors")
+    options = ["--model", model, "--adaptor", f"[bold]={tmp_path / 'a.safetensors'}"]
+    told = call("evaluate", tmp_path / "s.jsonl", *options).stdout
+    assert "[/b] 60" in told and " [bold] " in told
+
+
 def test_outcomes_of_another_precision_are_refused(model, samples, tmp_path):
     options = ["--model", model, "--max-tokens", "9", "--outcomes", tmp_path / "outcomes.jsonl"]
     call("evaluate", samples, *options, "--no-snapkv", "--per-kind", "1")
@@ -496,11 +558,19 @@ def test_outcomes_of_another_precision_are_refused(model, samples, tmp_path):
         (["--per-kind", "-1"], 2, "--per-kind"),
         (["--max-tokens", "4"], 1, "sample '0' has an answer of 9 tokens; max_tokens is 4"),
         (["--windows", "40,40"], 1, "2 memories are named 'window-40'"),
-        (["--windows", "0"], 1, "windows has 0; it must be 1 or more"),
+        (["--windows", "0"], 1, "windows has 0; it must be 1 to 2147483647"),
         (["--dtype", "fp32"], 2, "none of float32, bfloat16, float16"),
         (["--adaptor", "x.safetensors"], 2, "give NAME=FILE"),
         (["--adaptor", "=x"], 2, "give NAME=FILE"),
         (["--adaptor", "a=x", "--adaptor", "a=y"], 2, "there is another 'a'"),
+        (["--adaptor", "windowed=x"], 1, "adaptor 'windowed' is named like another memory"),
+        (["--transferred", "8:16:4"], 1, "transferred tries adaptors in other memories"),
+        (["--untrained", "8::4"], 2, "give W:r"),
+        (["--untrained", "8:-4"], 2, "give W:r"),
+        (["--equal", "0"], 1, "equal has 0; it must be 1 to"),
+        (["--windows", "1" + "0" * 20], 1, "it must be 1 to 2147483647"),
+        (["--draft-tokens", "1025"], 1, "draft_tokens is 1025; it must be 1 to 1024"),
+        (["--device", "xpu"], 2, "'xpu' is no device; use cpu or cuda"),
     ],
 )
 def test_evaluations_that_tell_nothing_are_refused(model, samples, tmp_path, change, code, message):
@@ -569,13 +639,27 @@ def test_ablations_of_samples_that_have_no_tok_iter_are_refused(model, samples, 
         assert message in refused.stderr and not (tmp_path / "out").exists()
 
 
+def test_ablations_tell_of_data_of_any_arm_before_the_first_is_trained(model, samples, tmp_path):
+    write_samples(tmp_path / "none.jsonl", [Sample(random_ids(320, 1))])
+    write_samples(tmp_path / "one.jsonl", [Sample(random_ids(320, 1)), Sample((4,) * 300, (5,))])
+    command = ["ablate", samples, "--model", model, "--out", tmp_path / "out", "--groups", "stage"]
+    command += ["--pretrain-data", f"samples={tmp_path / 'none.jsonl'}", "--lengths", "320"]
+    tuning = ["--sft-data", f"samples={tmp_path / 'none.jsonl'}"]
+    refused = call(*command, *tuning, code=1).stderr
+    assert refused.endswith("none of its 1 samples has an answer\n")
+    assert "stage: PT" not in refused and not (tmp_path / "out").exists()
+    budget = ["--batch-tokens", "320", "--micro-tokens", "320", "--steps", "1", "--per-kind", "1"]
+    told = call(*command, "--sft-data", f"samples={tmp_path / 'one.jsonl'}", *budget).stderr
+    assert "skipped 1 of 2 samples, without answers" in told
+
+
 def test_plots_are_drawn_from_results(model, samples, tmp_path):
     ids = [random_ids(320, seed) for seed in range(2)]
     write_samples(tmp_path / "s.jsonl", [Sample(i[:310], i[310:], "code", 310) for i in ids])
     data, results = f"samples={tmp_path / 's.jsonl'}", tmp_path / "results"
     results.mkdir()
     options = ["--max-tokens", "10", "--model", model]
-    call("evaluate", tmp_path / "s.jsonl", *options, "--json", results / "e.json")
+    call("evaluate", tmp_path / "s.jsonl", *options, "--json", results / "evaluate.json")
     options += ["--sft-data", data, "--pretrain-data", data, "--groups", "initialisation,stage"]
     options += ["--lengths", "320", "--batch-tokens", "320", "--micro-tokens", "320"]
     options += ["--steps", "2", "--dtype", "float32", "--out", results / "ablations"]
@@ -589,3 +673,9 @@ def test_plots_are_drawn_from_results(model, samples, tmp_path):
     stored.write_text(json.dumps(json.loads(stored.read_text()) | {"tok_iter": {}}))
     refused = call("plot", results, tmp_path / "none", code=1)
     assert "stage--PT.json has no tok_iter" in refused.stderr
+    stored.write_text("[]")
+    assert "stage--PT.json has no group" in call("plot", results, tmp_path / "none", code=1).stderr
+    for empty in (tmp_path / "png", tmp_path / "s.jsonl", tmp_path / "nowhere"):
+        refused = call("plot", empty, tmp_path / "none", code=1)
+        assert "has neither evaluate*.json nor ablations/*.json" in refused.stderr
+    assert not (tmp_path / "none").exists()

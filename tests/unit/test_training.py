@@ -150,6 +150,17 @@ def test_a_resumed_run_gives_the_same_weights(decoder, tmp_path, intervals):
     assert same(weights(whole), weights(resumed))
 
 
+def test_weights_that_are_not_finite_are_never_kept(decoder, tmp_path):
+    trainer = new_trainer(decoder("llama"))
+    trainer.save_state(tmp_path / "state")
+    kept = (tmp_path / "state").read_bytes()
+    with torch.no_grad():
+        trainer.parameters[-1].view(-1)[-1] = torch.inf
+    with pytest.raises(FloatingPointError, match="step 0 left weights that are not finite"):
+        trainer.save_state(tmp_path / "state")
+    assert (tmp_path / "state").read_bytes() == kept
+
+
 def test_every_rank_has_a_cuda_device_of_its_own_before_it_joins(monkeypatch):
     """What torchrun states decides: NCCL refuses two ranks on one device."""
     calls = []

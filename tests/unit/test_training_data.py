@@ -139,9 +139,9 @@ def test_a_wrong_row_is_named_by_file_and_line(tmp_path):
         list(Source("govreport", path).documents())
 
 
-def refused(read, *where):
+def refused(read, *where, **how):
     with pytest.raises(DataError) as raised:
-        list(read(*where))
+        list(read(*where, **how))
     return str(raised.value)
 
 
@@ -152,6 +152,7 @@ def refused(read, *where):
         ("qmsum", {"transcript": "A: x", "queries": ["who?"]}, "is no object with 'query'"),
         ("qmsum", {"transcript": ["x"], "queries": []}, "'transcript' is [\"x\"]"),
         ("longalpaca", {"instruction": "a"}, "'output' is missing"),
+        ("booksum", {"chapter": "a\ud800", "summary_text": "b"}, "'chapter' has '\\ud800' at 2"),
     ],
 )
 def test_a_field_that_is_no_text_is_named_with_its_place(name, row, message, tmp_path):
@@ -216,8 +217,8 @@ def test_samples_hold_token_ids_only(fields, message, tmp_path):
     assert refused(read_samples, path) == f"{path}:2: {refused(lambda: Sample(**fields))}"
 
 
-def rows_of(sources, codec, length, tuning=False, say=lambda text: None):
-    model = SimpleNamespace(vocab_size=307, max_positions=128, eos_ids=(2,))
+def rows_of(sources, codec, length, tuning=False, say=lambda text: None, vocab_size=307):
+    model = SimpleNamespace(vocab_size=vocab_size, max_positions=128, eos_ids=(2,))
     memory = {"sink": 2, "window": 2, "intervals": (2,)}
     settings = TrainSettings(**memory, lengths=(length,), prompt_weight=0.0)
     return training_rows(sources, codec, model, settings, tuning, say)
@@ -233,6 +234,11 @@ def test_ids_that_the_model_lacks_are_refused(codec, tmp_path):
     told = f"{samples}: sample 2: token id 307 is not of this model: it has 0 to 306"
     assert told_of(Source("samples", samples)) == told
     assert told_of(Source("samples", samples), tuning=True) == told
+    text, meetings = tmp_path / "t.txt", write_rows(tmp_path / "q.jsonl", ROWS["qmsum"])
+    text.write_text("one two. " * 9)
+    for source, tuning in ((Source("text", text), False), (Source("qmsum", meetings), True)):
+        told = refused(rows_of, [source], codec, 128, tuning, vocab_size=70)
+        assert told.startswith(f"{source}: token id ") and told.endswith("it has 0 to 69")
     for array, message in (
         (np.array([1, 307]), "id 307 at 1; it must be 0 to 306"),
         (np.array([-1, 3]), "id -1 at 0; it must be 0 to 306"),
@@ -242,6 +248,32 @@ def test_ids_that_the_model_lacks_are_refused(codec, tmp_path):
         assert message in told_of(Source("ids", ids))
     ids.write_text("1 2 3")
     assert f"{ids}: no .npy array" in told_of(Source("ids", ids))
+    ids.write_bytes(b"PK\3\4" + bytes(99))
+    assert f"{ids}: no .npy array" in told_of(Source("ids", ids))
+
+
+def test_sources_that_give_nothing_are_refused(codec, tmp_path):
+    (tmp_path / "e.jsonl").write_text("\n")
+    fine = tmp_path / "fine.txt"
+    fine.write_text("one two three. " * 20)
+    for name in ("qmsum", "samples"):
+        empty = Source(name, tmp_path / "e.jsonl")
+        told = refused(rows_of, [Source("text", fine), empty], codec, 16)
+        assert told == f"{name}=e.jsonl has no documents"
+    told = refused(rows_of, [Source("samples", tmp_path / "e.jsonl")], codec, 16, True)
+    assert told == "samples=e.jsonl: none of its 0 samples has an answer"
+
+
+def test_samples_that_do_not_come_whole_are_told(codec, tmp_path):
+    path, told = tmp_path / "s.jsonl", []
+    long = Sample(tuple(range(40)), (7,))
+    write_samples(path, [Sample((5, 6), (7,)), Sample((8,), ()), long])
+    [rows] = rows_of([Source("samples", path)], codec, 16, True, told.append)
+    assert len(rows) == 2
+    assert told[1:] == [
+        "samples=s.jsonl: skipped 1 of 3 samples, without answers",
+        "samples=s.jsonl: 1 samples are longer than 16 tokens and lose their beginning",
+    ]
 
 
 def test_pretraining_packs_text_files_and_ids(codec, tmp_path):
