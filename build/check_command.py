@@ -15,6 +15,7 @@ from ..engines.recipe import Lane, Recipe, load_recipe
 from .checks.finding import Finding, State
 from .checks.machine import Machine
 from .checks.subject import Subject
+from .deployment import check_name
 from .failures import cleaned_up, failures
 from .predicted_speedup import Latencies
 from .preflight import counted, preflight, table
@@ -50,10 +51,11 @@ def check(
     """
     with failures("masw-build"), cleaned_up():
         stated = load_recipe(recipe)
+        check_name(stated)
         latencies = _latencies(stated, draft_ms, verify_ms, accepted, decode_ms)
         subject = Subject(stated, Places(root), Machine.probe(), gpu_memory, recipe)
         findings = preflight(subject, host or _host(stated))
-    _report(stated, findings, latencies, as_json)
+        _report(stated, findings, latencies, as_json)
     if counted(findings)[State.FAILED]:
         raise typer.Exit(1)
 
@@ -90,7 +92,7 @@ def _latencies(
 ) -> Latencies | None:
     """The measured numbers; raises ValueError where only some of them are given."""
     given = (draft_ms, verify_ms, accepted)
-    if given == (None, None, None):
+    if given == (None, None, None) and decode_ms is None:
         return None
     if None in given:
         raise ValueError("a prediction needs --draft-ms, --verify-ms and --accepted together")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..engines.pair import Pair
 from ..engines.places import Places
-from ..engines.recipe import Lane, Recipe
+from ..engines.recipe import Lane, Recipe, RecipeError, load_recipe
 from ..engines.recipes import EMBEDDED
 from ..engines.trtllm_folder import is_target_engine
 from .pair_folder import missing_parts, write_recipe_pair
@@ -24,8 +25,20 @@ class Layout:
 
 
 def is_embedded(recipe: Recipe) -> bool:
-    """Whether this is the pair that needs no files of its own."""
-    return recipe.lane == Lane.CPU and recipe.name == EMBEDDED
+    """Whether this is the pair that needs no files of its own; limits of serving may differ."""
+    shipped = load_recipe(EMBEDDED)
+    names = ("lane", "name", "package")
+    same = all(getattr(recipe, name) == getattr(shipped, name) for name in names)
+    return same and Pair.of(recipe) == Pair.of(shipped)
+
+
+def check_name(recipe: Recipe) -> None:
+    """Refuses another pair on the cpu lane that has the name of the embedded one."""
+    if recipe.lane == Lane.CPU and recipe.name == EMBEDDED and not is_embedded(recipe):
+        raise RecipeError(
+            f"name is {EMBEDDED!r}, but the recipe states another pair than the shipped one; "
+            "give it a name of its own"
+        )
 
 
 def pair_folder(recipe: Recipe, places: Places) -> Path:
@@ -47,8 +60,14 @@ def lay_out(
 ) -> Layout:
     """Writes the repository to `out` (the recipe's place when None), and the pair.
 
-    decoupled: instead of the recipe's own. The embedded pair is prepared if it is not yet.
+    decoupled: instead of the recipe's own. The embedded pair is prepared if it is not yet. Raises
+    RecipeError for another recipe of its name, ValueError or OSError where `out` is no folder.
     """
+    check_name(recipe)
+    out = out or places.repository
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out is {out}, which is no folder; give another")
+    out.mkdir(parents=True, exist_ok=True)  # before anything else is written
     config = repository_config(recipe, places)
     if decoupled is not None:
         config = replace(config, decoupled=decoupled)
@@ -58,7 +77,6 @@ def lay_out(
         prepare_embedded_pair()
     else:
         write_recipe_pair(recipe, places)
-    out = out or places.repository
     changed = write_repository(config, out)
     return Layout(out, Path(config.recipe), tuple(changed), _missing(config))
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engines import architectures
-from ..engines.adaptor import read_header
+from ..engines.adaptor import check_adaptor, read_header
 from ..engines.config import DecoderConfig
 from ..engines.draft_io import DraftIO
 from ..engines.places import Places
-from ..engines.recipe import Lane, Recipe
+from ..engines.recipe import MOST, Lane, Recipe
 from ..plugins.slot_attention.rule import MemoryRule, SlotVisibility
 from .calibration import Calibration
 from .draft_build import NATIVE, PLUGIN, DraftBuild, build_draft, check_attention
@@ -84,6 +84,7 @@ class DraftSettings:
         """These settings with others on top."""
         changed = replace(self, **given)
         if self.memory is None:
+            changed._check_memory(given)
             return changed
         if not changed.interval and "adaptor" not in given:
             changed = replace(changed, adaptor=None)
@@ -94,7 +95,10 @@ class DraftSettings:
         if self.model is None:
             raise ValueError("give MODEL, or --recipe")
         check_attention(self.module, self._attention)
+        self._check_sizes()
         rule, config = self._rule(dry_run), self._config(dry_run)
+        if self.adaptor is not None and self.adaptor.is_file():
+            check_adaptor(self.adaptor, config)
         sizes = {name: getattr(self, name) for name in ("max_sequences", "max_length", "chunk")}
         io = DraftIO.of(config, rule, **sizes, dtype=self.dtype, logits=self.logits)
         most = rule.rollback if self.draft_tokens is None else self.draft_tokens
@@ -110,6 +114,24 @@ class DraftSettings:
             )
         how = self.module, self._attention, self._text(plan)
         return build_draft(DraftBuild(plan, Path(self.model), self.out, self.adaptor, *how), say)
+
+    def _check_sizes(self) -> None:
+        """The limits that recipes have."""
+        for name in ("sink", "window", "interval", "rollback", "max_sequences", "chunk"):
+            if getattr(self, name) > MOST:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {MOST} or less")
+
+    def _check_memory(self, given: dict[str, Any]) -> None:
+        """Refuses what is given beside an adaptor whose header says otherwise."""
+        if self.adaptor is None:
+            return
+        header = read_header(self.adaptor)
+        for name in ("sink", "window", "interval", "visibility"):
+            if name in given and given[name] != getattr(header, name):
+                raise ValueError(
+                    f"{name} is {given[name]}, but adaptor {self.adaptor} is for "
+                    f"{getattr(header, name)}; leave --{name} out"
+                )
 
     @property
     def _attention(self) -> str:

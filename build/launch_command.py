@@ -33,4 +33,4 @@ def launch(
     with failures("masw-build"), cleaned_up():
         place = (repository or Places(root).repository).absolute()
         plan = launch_plan(load_recipe(recipe), place, mode, host, tritonserver)
-    typer.echo(json.dumps(plan.as_dict()) if as_json else plan.shell())
+        typer.echo(json.dumps(plan.as_dict()) if as_json else plan.shell())

@@ -20,20 +20,23 @@ from ..clients.client import DEFAULT_URL
 from ..engines.recipes import EMBEDDED
 from .bench.record import emit, progress
 from .failures import failures
-from .options import numbers, words
+from .options import new_file, numbers, words
 from .serve import prepare
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 Recipe = Annotated[str, typer.Option(help="'embedded' or the path of a prepared pair.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the JSON object to this file as well.")
+    Path | None,
+    typer.Option("--json", help="Write the JSON object to this file as well.", callback=new_file),
 ]
 Quantization = Annotated[
     str | None,
     typer.Option(help="Of the draft: none or int8.", show_default="what the pair states"),
 ]
-Threads = Annotated[int, typer.Option(help="Compute threads; 0 = torch's own choice.")]
+Threads = Annotated[
+    int, typer.Option(min=0, max=1024, help="Compute threads; 0 = torch's own choice.")
+]
 Documents = Annotated[
     Path | None,
     typer.Option(
@@ -156,6 +159,7 @@ def speedup(
 
     Exit code 3 where an output differs from Hugging Face's `generate`.
     """
+    from ..engines.pair import Pair
     from ..engines.text import TextCodec
     from .bench import speedup as bench
     from .bench.texts import build_prompts
@@ -166,6 +170,9 @@ def speedup(
                 numbers(prefixes), new_tokens, prompts, draft_tokens, words(modes), pairs
             )
         folder = Path(prepare(recipe))
+        pair = Pair.load(folder)
+        with usage():
+            settings.check_pair(pair)
         codec = TextCodec(folder / "target")
         texts = {n: build_prompts(codec, documents, n, prompts) for n in settings.prefixes}
         _use(threads)
@@ -191,7 +198,7 @@ def serve(
     recipe: Recipe = EMBEDDED,
     documents: Documents = None,
     prefix: Annotated[int, typer.Option(help="Tokens per prompt.")] = 2048,
-    prompts: Annotated[int, typer.Option(help="Different prompts, sent in turn.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Different prompts, sent in turn.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     concurrency: Annotated[str, typer.Option(help="Clients at once.")] = "1,2,4",
     requests: Annotated[int, typer.Option(help="Requests per client.")] = 3,
@@ -203,9 +210,10 @@ def serve(
     """Streaming requests from several clients at once, sent and timed by perf_analyzer."""
     from ..clients.perf import ServingLoad
     from ..clients.perf_analyzer import prepare_perf_analyzer
+    from ..engines.pair import Pair
     from ..engines.text import TextCodec
     from .bench.serving import measure_separately, serving_record, started_server
-    from .bench.texts import build_prompts
+    from .bench.texts import build_prompts, check_length
 
     def say(text: str) -> None:
         typer.echo(text, err=True)
@@ -214,13 +222,16 @@ def serve(
         with usage():
             lengths = [None if word == "default" else word for word in words(draft_tokens)]
             lengths = tuple(word if word is None else numbers(word)[0] for word in lengths)
+            load = ServingLoad(("later",), max_tokens, numbers(concurrency), lengths, requests)
         prepare_perf_analyzer(say)  # before anything takes long
         folder = Path(prepare(recipe))
+        pair = Pair.load(folder)
+        with usage():
+            check_length(prefix, max_tokens, pair)
         codec = TextCodec(folder / "target")
         texts = tuple(p.text for p in build_prompts(codec, documents, prefix, prompts))
         template = bool(codec.tokenizer.chat_template)
-        with usage():
-            load = ServingLoad(texts, max_tokens, numbers(concurrency), lengths, requests, template)
+        load = replace(load, texts=texts, apply_chat_template=template)
         with started_server(folder, say) if start else nullcontext(url) as address:
             report = measure_separately(load, folder / "target", address, say)
         record = serving_record(
@@ -244,16 +255,28 @@ def _recipe_steps(recipe: str, settings, quantization: str | None):
 
     folder = Path(prepare(recipe))
     pair = Pair.load(folder)
-    decoder = Decoder.load(folder / "draft", DTYPES[pair.dtype])
     with usage():
         settings = replace(settings, chunk=pair.chunk, memory=pair.memory)
-    ids = plain_ids(TextCodec(folder / "draft"), max(settings.prefixes))
+    decoder = Decoder.load(folder / "draft", DTYPES[pair.dtype])
     decoders = Decoders(decoder, decoder)
     for rule in settings.rules(pair.max_length).values():
         decoders.adaptor(rule)  # a copy of float projections, as long as there are some
     kind = quantization or pair.draft_quantization
     quantize(decoder, kind)
+    _check_positions(decoder.config, settings)
+    ids = plain_ids(TextCodec(folder / "draft"), max(settings.prefixes))
     return decoders, ids, _common(folder, recipe, None) | {"draft_quantization": kind}, settings
+
+
+def _check_positions(config, settings) -> None:
+    """Raises ValueError for prefixes that a model has no positions for."""
+    prefix = max(settings.prefixes)
+    needed = settings.max_length(prefix)
+    if needed > config.max_positions:
+        raise ValueError(
+            f"a prefix of {prefix} and its steps need {needed} tokens; the model has "
+            f"{config.max_positions} positions"
+        )
 
 
 def _random_steps(shape: str, device: str, dtype: str, settings):
@@ -265,6 +288,7 @@ def _random_steps(shape: str, device: str, dtype: str, settings):
 
     with usage():
         config, kind = architecture(shape), shapes.type_of(dtype)
+    _check_positions(config, settings)
     where = shapes.check_device(device)
     decoder = shapes.random_decoder(config, kind, where)
     ids = torch.randint(config.vocab_size, (max(settings.prefixes),)).tolist()

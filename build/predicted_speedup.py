@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 WORTHWHILE = 1.1
 
@@ -24,10 +25,10 @@ class Latencies:
 
     def __post_init__(self):
         for name in ("draft", "verify", "draft_tokens"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0")
-        if self.decode is not None and not self.decode > 0:
-            raise ValueError(f"decode is {self.decode}; give milliseconds above 0")
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a finite number above 0")
+        if self.decode is not None and not 0 < self.decode < inf:
+            raise ValueError(f"decode is {self.decode}; give finite milliseconds above 0")
         if not 0 <= self.accepted <= self.draft_tokens:
             raise ValueError(
                 f"accepted is {self.accepted}; of {self.draft_tokens} draft tokens 0 to "

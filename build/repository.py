@@ -254,12 +254,19 @@ def _code(sources: Path, name: str) -> Iterable[Path]:
 
 
 def _replace(path: Path, content: bytes) -> bool:
-    """Write `content` atomically unless the file holds it already; True when it was written."""
+    """Write `content` atomically unless the file holds it already; True when it was written.
+
+    A failure leaves nothing behind.
+    """
     if path.is_file() and path.read_bytes() == content:
         return False
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
     return True

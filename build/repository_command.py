@@ -40,16 +40,16 @@ def repository(
         stated = load_recipe(recipe)
         layout = lay_out(stated, Places(root), out, decoupled)
         plan = launch_plan(stated, layout.repository.absolute())
-    if as_json:
-        typer.echo(json.dumps(_as_dict(layout) | {"launch": plan.as_dict()}))
-        return
-    typer.echo(f"repository: {layout.repository} ({len(layout.changed)} files written)")
-    typer.echo(f"pair: {layout.pair}")
-    for path in layout.missing:
-        typer.echo(f"missing: {path}")
-    if layout.missing:
-        typer.echo(f"`masw-build check {recipe} --root {root}` says what makes them")
-    typer.echo(f"start: {plan.shell()}")
+        if as_json:
+            typer.echo(json.dumps(_as_dict(layout) | {"launch": plan.as_dict()}))
+            return
+        typer.echo(f"repository: {layout.repository} ({len(layout.changed)} files written)")
+        typer.echo(f"pair: {layout.pair}")
+        for path in layout.missing:
+            typer.echo(f"missing: {path}")
+        if layout.missing:
+            typer.echo(f"`masw-build check {recipe} --root {root}` says what makes them")
+        typer.echo(f"start: {plan.shell()}")
 
 
 def _as_dict(layout: Layout) -> dict:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Annotated
@@ -74,9 +75,25 @@ def prepare(recipe: str) -> str:
         from .embedded_pair import prepare_embedded_pair
 
         return str(prepare_embedded_pair())
-    if not Path(recipe).exists():
-        raise ServerError(f"--recipe {recipe}: no such folder; give a path or '{EMBEDDED}'")
+    if not Path(recipe).is_dir():
+        raise ServerError(
+            f"--recipe {recipe}: no such folder; give that of a pair or '{EMBEDDED}'. A recipe's "
+            "file is laid out by `masw-build repository`"
+        )
     return str(Path(recipe).resolve())
+
+
+def check_draft_tokens(recipe: str, draft_tokens: int) -> None:
+    """Raises ValueError for a draft length beyond that of a recipe's pair, made or not."""
+    from ..engines.pair import Pair
+    from ..engines.recipe import load_recipe
+
+    embedded = recipe == EMBEDDED
+    pair = Pair.of(load_recipe(EMBEDDED)) if embedded else Pair.load(Path(prepare(recipe)))
+    if draft_tokens > pair.max_draft_tokens:
+        raise ValueError(
+            f"draft_tokens = {draft_tokens}: the pair allows at most {pair.max_draft_tokens}"
+        )
 
 
 @app.command()
@@ -112,22 +129,24 @@ def serve(
     report = Reporter(json_lines)
     signals = Signals()
     try:
-        with report.progress("preparing"):
-            repository = model_repository or _repository(
-                RepositoryConfig(
-                    recipe=prepare(recipe),
-                    draft_tokens=draft_tokens,
-                    draft_mode=draft_mode,
-                    max_sequences=max_sequences,
-                    max_waiting=max_waiting,
-                    decoupled=decoupled,
-                ),
-                http_port,
-            )
+        limits = SupervisorConfig(drain_limit=drain_seconds)
+        repository = model_repository or _repository(http_port)
         config = ServerConfig(
             repository, host, http_port, grpc_port, metrics_port, log_file=log_file
         )
-        finished = run(config, SupervisorConfig(drain_limit=drain_seconds), report, signals)
+        if model_repository is None:
+            models = RepositoryConfig(
+                recipe=recipe,
+                draft_tokens=draft_tokens,
+                draft_mode=draft_mode,
+                max_sequences=max_sequences,
+                max_waiting=max_waiting,
+                decoupled=decoupled,
+            )
+            check_draft_tokens(recipe, draft_tokens)
+            with report.progress("preparing"):
+                write_repository(replace(models, recipe=prepare(recipe)), repository)
+        finished = run(config, limits, report, signals)
     except (ServerError, ValueError, OSError) as error:
         report("error", str(error))
         raise typer.Exit(1) from None
@@ -155,11 +174,9 @@ def run(config: ServerConfig, limits: SupervisorConfig, report: Reporter, signal
         supervisor.server.kill()
 
 
-def _repository(config: RepositoryConfig, http_port: int) -> Path:
+def _repository(http_port: int) -> Path:
     """The generated repository, one per port so that two servers never share one."""
-    destination = masw_home() / "repositories" / str(http_port)
-    write_repository(config, destination)
-    return destination
+    return masw_home() / "repositories" / str(http_port)
 
 
 if __name__ == "__main__":

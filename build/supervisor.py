@@ -41,11 +41,18 @@ class SupervisorConfig:
     recovery_window: float = 600.0
 
     def __post_init__(self):
-        for name in ("watch_every", "canary_every", "canary_limit", "load_limit"):
+        for name in (
+            "watch_every",
+            "canary_every",
+            "canary_limit",
+            "load_limit",
+            "recovery_window",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: use seconds above 0")
-        if self.drain_limit < 0 or self.recoveries < 0 or self.recovery_window <= 0:
-            raise ValueError("drain_limit, recoveries and recovery_window must not be negative")
+        for name in ("drain_limit", "recoveries"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: use 0 or more")
 
 
 @dataclass

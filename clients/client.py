@@ -26,6 +26,7 @@ from .wire import Answer, encode, to_masw_error
 DEFAULT_URL = "127.0.0.1:8001"
 DEFAULT_MODEL = "tensorrt_llm_bls"
 DEFAULT_TIMEOUT_S = 600.0
+MOST_TIMEOUT_S = 1e6  # eleven days: more is a slip, and much more no transport takes
 
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -33,6 +34,15 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),  # a server that starts later is found soon
     ("grpc.enable_http_proxy", 0),
 )
+
+
+def _checked(timeout_s: float | None) -> float | None:
+    """A timeout that can be kept."""
+    if timeout_s is not None and not 0 < timeout_s <= MOST_TIMEOUT_S:
+        raise ValueError(
+            f"timeout is {timeout_s}; give seconds above 0, at most {MOST_TIMEOUT_S:,.0f}"
+        )
+    return timeout_s
 
 
 class _Stream:
@@ -122,7 +132,8 @@ class MaswClient:
     """A blocking client; safe to use from several threads at once.
 
     `url` is host:port of the server's gRPC service; `timeout_s` bounds each request from sending
-    to its last response (None: no bound). Use it in `with`, or call `close()`.
+    to its last response (None: no bound; ValueError above `MOST_TIMEOUT_S`). Use it in `with`, or
+    call `close()`.
     """
 
     def __init__(
@@ -134,7 +145,7 @@ class MaswClient:
     ):
         self.url = url
         self.model = model
-        self.timeout_s = timeout_s
+        self.timeout_s = _checked(timeout_s)
         self._channel = grpc.insecure_channel(url, options=_OPTIONS)
         self._stub = GRPCInferenceServiceStub(self._channel)
 
@@ -191,7 +202,7 @@ class AsyncMaswClient:
     ):
         self.url = url
         self.model = model
-        self.timeout_s = timeout_s
+        self.timeout_s = _checked(timeout_s)
 
     @cached_property
     def _channel(self) -> grpc.aio.Channel:

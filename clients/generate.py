@@ -121,6 +121,7 @@ def main(
     The answer goes to standard output, the card with its numbers to standard error.
     """
     try:
+        check_stop_words(stop or [])
         request = GenerationRequest(
             text=compose_prompt(_read(document, query), query),
             max_tokens=max_tokens,
@@ -149,6 +150,12 @@ def main(
         typer.echo("\nmasw-generate: interrupted, request cancelled", err=True)
         code = 130
     raise typer.Exit(code)
+
+
+def check_stop_words(words: list[str]) -> None:
+    """Raise ValueError for an empty one, which servers take as none at all."""
+    if "" in words:
+        raise ValueError("--stop is empty; give the text that ends the answer")
 
 
 def _read(document: Path | None, query: str) -> str:

@@ -54,6 +54,8 @@ class ServingLoad:
             )
         if not self.concurrencies or not self.draft_lengths:
             raise ValueError("concurrencies and draft_lengths need at least one value each")
+        if wrong := [length for length in self.draft_lengths if length is not None and length < 0]:
+            raise ValueError(f"draft_lengths holds {wrong[0]}; a draft length is 0 or more")
 
     def input_data(self, draft_length: int | None) -> dict[str, Any]:
         """perf_analyzer's input file: one entry per text."""

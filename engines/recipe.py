@@ -21,6 +21,7 @@ from .config import DecoderConfig
 MOST = 2**24  # of anything that is counted: more is a slip
 Count = Annotated[int, Field(ge=1, le=MOST, strict=True)]
 GpuIndex = Annotated[int, Field(ge=0, le=1023, strict=True)]
+Port = Annotated[int, Field(ge=1, le=65_535, strict=True)]
 
 
 class RecipeError(ValueError):
@@ -68,7 +69,7 @@ class TargetRecipe(_Part):
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
     gpus: tuple[GpuIndex, ...] = ()
-    kv_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    kv_fraction: Annotated[float, Field(gt=0, lt=1, strict=True)] = 0.9
     tokens_per_block: Count = 32
     max_draft_len: Count = 16
     max_num_tokens: Count = 8192
@@ -98,7 +99,7 @@ class Limits(_Part):
     draft_tokens: Annotated[int, Field(ge=0, le=MOST, strict=True)] = 5
     max_draft_tokens: Count = 16
     chunk: Count = 512
-    time_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    time_limit: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 600.0
 
 
 class Serving(_Part):
@@ -106,9 +107,9 @@ class Serving(_Part):
 
     decoupled: bool = True
     launch: Launch = Launch.LEADER
-    http_port: Annotated[int, Field(ge=1, le=65_535)] = 8000
-    grpc_port: Annotated[int, Field(ge=1, le=65_535)] = 8001
-    metrics_port: Annotated[int, Field(ge=1, le=65_535)] = 8002
+    http_port: Port = 8000
+    grpc_port: Port = 8001
+    metrics_port: Port = 8002
 
     @model_validator(mode="after")
     def _different(self) -> Serving:
@@ -138,10 +139,13 @@ class Recipe(_Part):
             return value
         known = set(MemoryRule.__dataclass_fields__)
         if unknown := set(value) - known:
-            raise ValueError(f"unknown {', '.join(sorted(unknown))}; known: {sorted(known)}")
+            names = ", ".join(sorted(map(str, unknown)))
+            raise ValueError(f"unknown {names}; known: {sorted(known)}")
         for name, number in value.items():
             if name != "visibility" and type(number) is not int:
                 raise ValueError(f"{name} is {number!r}; it must be an integer of 0 or more")
+            if name != "visibility" and number > MOST:
+                raise ValueError(f"{name} is {number}; it must be {MOST} or less")
         if value.get("visibility", SlotVisibility.EVICTED) not in list(SlotVisibility):
             raise ValueError(
                 f"visibility is {value['visibility']!r}; use one of {', '.join(SlotVisibility)}"
@@ -246,21 +250,34 @@ def load_recipe(name: str) -> Recipe:
             f"{', '.join(recipe_names())}"
         )
     try:
-        data = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        data = yaml.load(path.read_text(), _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path.name} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path.name} is empty or no mapping; see the shipped recipes")
     try:
-        return Recipe(**data)
-    except (ValidationError, TypeError) as error:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
         raise RecipeError(f"{path.name}: {_explain(error)}") from None
 
 
-def _explain(error: ValidationError | TypeError) -> str:
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that gives a key twice; YAML's own loader takes the last."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused later: it is no field
+            if key.value in seen:
+                problem = f"key {key.value!r} is given twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def _explain(error: ValidationError) -> str:
     """Every complaint on one line: the field with dots, its value, what is allowed."""
-    if isinstance(error, TypeError):
-        return str(error)
     lines = []
     for each in error.errors():
         field = ".".join(map(str, each["loc"]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ...engines.adaptor import Adaptor, AdaptorConfig
-from ...engines.config import DecoderConfig
+from ...engines.config import MOST, DecoderConfig
 from ...engines.decoder import Decoder
 from ...plugins.slot_attention.rule import MemoryRule
 from ..bench.record import Record, device_name, new_card, rounded
@@ -23,7 +23,7 @@ from .spread import beside_windows
 from .summary import Summary, summaries
 
 OWN_NAMES = ("full", "window", "swa", "snapkv", "untrained")  # of memories but the adaptors'
-MOST, MOST_DRAFTS = 2**31 - 1, 1024  # tokens
+MOST_DRAFTS = 1024  # tokens
 SNAPKV_SHARE = 8  # the paper's 4,096 entries of 32K, scaled to shorter prefixes
 
 

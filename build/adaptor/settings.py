@@ -9,12 +9,11 @@ from math import inf
 import torch
 
 from ...engines.adaptor import LAST_TOKEN, AdaptorConfig
+from ...engines.config import MOST
 from ...engines.decoder import Decoder
 from ...plugins.slot_attention.rule import MemoryRule, SlotVisibility
 
 TRAINING_DTYPES = ("float32", "bfloat16")  # gradients vanish in float16
-
-MOST = 2**31 - 1  # of a count, a length and a seed
 
 
 class Initialisation(StrEnum):

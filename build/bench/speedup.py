@@ -19,7 +19,7 @@ from ...engines.target import TorchTarget
 from ...plugins.slot_attention.rule import MemoryRule
 from .generation import Overhead, Run, measure_overhead, run_hf, run_loop
 from .record import Check, Record, Tick, median, new_card, rounded, shown
-from .texts import Prompt
+from .texts import Prompt, check_length
 
 HF, ASSISTED = "hf-generate", "hf-assisted"
 WINDOW_EQUAL = "window-equal"  # a window with as many entries as the slots mode has
@@ -50,6 +50,15 @@ class SpeedSettings:
         unknown = [mode for mode in self.modes if mode not in MODES]
         if unknown or not self.modes:
             raise ValueError(f"modes is {self.modes}; choose from {', '.join(MODES)}")
+
+    def check_pair(self, pair: Pair) -> None:
+        """Raises ValueError for lengths beyond those of a pair."""
+        check_length(max(self.prefixes), self.new_tokens, pair)
+        if self.draft_tokens > pair.max_draft_tokens:
+            raise ValueError(
+                f"draft_tokens is {self.draft_tokens}; the pair's max_draft_tokens is "
+                f"{pair.max_draft_tokens}"
+            )
 
 
 @dataclass(frozen=True)

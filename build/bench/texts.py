@@ -7,9 +7,9 @@ import json
 import pydoc_data.topics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
+from ...engines.pair import Pair
 from ...engines.text import TextCodec
 from ..fitting import fit_prompt
 from .record import BenchError
@@ -55,11 +55,10 @@ def _meeting(line: str, place: str) -> Document:
 
 
 def _manual() -> Iterator[Document]:
-    """The manual's topics in order, each document starting at another one; without end."""
+    """The manual's topics in order, each document starting at another one."""
     topics = pydoc_data.topics.topics
     names = sorted(topics)
-    for start in count(0, step=7):
-        place = start % len(names)
+    for place in dict.fromkeys(7 * number % len(names) for number in range(len(names))):
         order = names[place:] + names[:place]
         yield Document(order[0], "\n\n".join(topics[name] for name in order), QUERY)
 
@@ -81,6 +80,17 @@ def plain_ids(codec: TextCodec, length: int) -> list[int]:
             "input_ids"
         ]
     return ids[:length]
+
+
+def check_length(prefix: int, new_tokens: int, pair: Pair) -> None:
+    """Raises ValueError for a prefix that is none, or too long for the pair."""
+    if prefix < 1:
+        raise ValueError(f"prefix is {prefix}; it must be 1 or more")
+    if prefix + new_tokens > pair.max_length:
+        raise ValueError(
+            f"prefix is {prefix} with {new_tokens} new tokens; the pair's max_length is "
+            f"{pair.max_length}"
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,6 @@ def build_prompts(codec: TextCodec, path: Path | None, length: int, wanted: int)
         if len(prompts) == wanted:
             return prompts
     raise BenchError(
-        f"{path} has {len(prompts)} documents of {length} tokens or more, {wanted} are wanted; "
-        "use fewer --prompts or shorter --prefixes"
+        f"{path or 'the manual'} has {len(prompts)} documents of {length} tokens or more, {wanted} "
+        "are wanted; use fewer --prompts or shorter --prefixes, with room for the question"
     )

@@ -123,8 +123,9 @@ def test_the_command_is_one_json_object_for_machines(tmp_path, bare_machine):
     assert json.loads(invoke(*words).stdout)["speedup"] is None
 
 
-def test_the_command_wants_all_three_latencies(tmp_path):
-    told = invoke("embedded", "--root", tmp_path, "--draft-ms", 1)
+@pytest.mark.parametrize("option", ["--draft-ms", "--decode-ms"])
+def test_the_command_wants_all_three_latencies(tmp_path, option):
+    told = invoke("embedded", "--root", tmp_path, option, 1)
     assert told.exit_code == 1 and "--draft-ms, --verify-ms and --accepted" in told.stderr
 
 

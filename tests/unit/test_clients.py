@@ -10,7 +10,7 @@ from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 from typer.testing import CliRunner
 
 from masw.clients.card import card_rows
-from masw.clients.client import MaswClient
+from masw.clients.client import AsyncMaswClient, MaswClient
 from masw.clients.compare import Comparison, first_difference
 from masw.clients.generate import app, check_comparable, compose_prompt
 from masw.clients.messages import (
@@ -261,6 +261,12 @@ def test_errors_carry_status_and_a_way_out(code, details, started, expected):
         raise error
 
 
+@pytest.mark.parametrize("client", [MaswClient, AsyncMaswClient])
+def test_a_timeout_that_cannot_be_kept_is_refused(client):
+    with pytest.raises(ValueError, match="timeout is -1; give seconds above 0"):
+        client(UNREACHABLE, timeout_s=-1)
+
+
 def test_no_server_is_a_clear_error():
     with MaswClient(UNREACHABLE, timeout_s=5) as client:
         assert not client.is_ready()
@@ -404,6 +410,11 @@ def test_card_rows_and_a_difference_with_markup():
         (["--compare", "--top-p", "0.5"], "greedy"),
         (["--seed", "-1"], "seed is -1"),
         (["no-such-file"], "no-such-file"),
+        (["--stop", ""], "--stop is empty"),
+        (["--timeout", "inf"], "timeout is inf; give seconds above 0, at most 1,000,000"),
+        (["--timeout", "nan"], "timeout is nan"),
+        (["--timeout", "1e300"], "timeout is 1e+300"),
+        (["--timeout", "0"], "timeout is 0.0"),
     ],
 )
 def test_generate_fails_with_a_message_and_code_2(arguments, message):

@@ -1,5 +1,7 @@
 """The decoder equals Hugging Face's forward, and refuses by name what it would get wrong."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -182,6 +184,44 @@ REFUSED = [
 def test_unknown_features_are_refused_by_name(name, change, message):
     with pytest.raises(UnsupportedModelError, match=message):
         config_of(name, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": None}, "num_attention_heads is None; .* integer from 1 to"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; "),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; "),
+        ({"hidden_size": "32"}, "hidden_size is '32'; "),
+        ({"hidden_size": 2, "head_dim": None}, "head_dim is 0; "),
+        ({"vocab_size": 10**30}, "vocab_size is 10{30}; .* to 2147483647"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; "),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; .* above 0"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; .* JSON object"),
+        ({"rope_parameters": {"rope_type": [1]}}, r"rope type \[1\]"),
+        (rope("linear", factor="2"), "factor is '2'; .* above 0"),
+        (rope("default", rope_theta=[1]), r"rope_theta is \[1\]"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; .* true or false"),
+        ({"layer_types": 3}, "layer_types 3"),
+        ({"eos_token_id": ["a"]}, r"eos_token_id is \['a'\]; it must be one token id"),
+    ],
+    ids=str,
+)
+def test_a_field_of_another_kind_is_refused_with_its_file(tmp_path, change, message):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("llama").to_dict() | change))
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {message}"):
+        DecoderConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "holds no JSON object"), ("{", "is no JSON: ")]
+)
+def test_a_file_that_is_no_config_is_named(tmp_path, name, text, message):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config("llama").to_dict()))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UnsupportedModelError, match=rf"/{name} {message}"):
+        DecoderConfig.load(tmp_path)
 
 
 def test_an_unused_sliding_window_is_no_feature():

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from masw.build import embedded_pair, repository, serve, tensors
 from masw.build.commands import app
-from masw.build.deployment import lay_out, repository_config
+from masw.build.deployment import is_embedded, lay_out, repository_config
 from masw.build.launch import launch_plan, visible_devices
 from masw.build.output_folder import staged
 from masw.build.pair_folder import missing_parts, write_pair_folder
@@ -24,7 +26,7 @@ from masw.build.trtllm_config import BackendTarget
 from masw.engines.engine_folder import CONFIG, FORMAT
 from masw.engines.pair import Pair
 from masw.engines.places import Places
-from masw.engines.recipe import Launch, Recipe, load_recipe
+from masw.engines.recipe import Launch, Recipe, load_recipe, recipe_folder
 from tests import trtllm_layout
 from tests.deployments import GPU_RECIPES
 
@@ -216,6 +218,39 @@ def test_the_cpu_lane_is_what_masw_serve_generates(tmp_path):
         assert read_model_config(tmp_path / "repository" / name / "config.pbtxt") == message
 
 
+@pytest.fixture
+def no_server(tmp_path, monkeypatch):
+    """masw-serve in a home of its own; nothing may be prepared or started."""
+
+    def unexpected(*arguments):
+        raise AssertionError("it was too late to refuse")
+
+    monkeypatch.setenv("MASW_HOME", str(tmp_path / "home"))
+    for name in ("write_repository", "run"):
+        monkeypatch.setattr(serve, name, unexpected)
+    Pair(max_draft_tokens=4, draft_tokens=2).save(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--http-port", "99999"], "http_port = 99999: use a port from 1 to 65535"),
+        (["--draft-tokens", "999"], "draft_tokens = 999: the pair allows at most 16"),
+        (["--recipe", ".", "--draft-tokens", "5"], "draft_tokens = 5: the pair allows at most 4"),
+        (["--draft-mode", "fast"], "draft_mode = 'fast'"),
+        (["--drain-seconds", "nan"], "drain_limit = nan: use 0 or more"),
+        (["--drain-seconds", "-1"], "drain_limit = -1.0: use 0 or more"),
+        (["--recipe", "pair.json"], "pair.json: no such folder"),
+    ],
+)
+def test_masw_serve_refuses_before_it_writes_or_starts(no_server, monkeypatch, words, message):
+    monkeypatch.chdir(no_server)
+    told = CliRunner().invoke(serve.app, words)
+    assert told.exit_code == 1 and f"error: {message}" in told.stderr.replace("--recipe ", "")
+    assert not (no_server / "home").exists()
+
+
 def split_ranks(plan) -> list[list[str]]:
     """The words of each program of an mpirun line."""
     assert plan.command[:2] == ("mpirun", "--allow-run-as-root")
@@ -338,6 +373,55 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     assert (out / "link").read_text() == "here"
     assert out.stat().st_mode & 0o777 == 0o755  # a server of another user reads it
     assert list(out.parent.iterdir()) == [out]
+
+
+EDITED = {"window: 240": "window: 64", "max_length: 8192": "max_length: 1024"}
+
+
+def embedded_copy(folder, changes):
+    """A file with the embedded recipe, some of its text changed."""
+    text = (recipe_folder() / "embedded.yaml").read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "mine.yaml").write_text(text)
+    return folder / "mine.yaml"
+
+
+@pytest.mark.parametrize("changes", [*({old: new} for old, new in EDITED.items()), EDITED])
+@pytest.mark.parametrize("command", ["repository", "check"])
+def test_an_edited_copy_of_the_embedded_recipe_needs_its_own_name(tmp_path, command, changes):
+    file = embedded_copy(tmp_path, changes)
+    shown = invoke(command, file, "--root", tmp_path / "root", code=1)
+    assert "name is 'embedded', but" in shown.stderr and "a name of its own" in shown.stderr
+    assert not shown.stdout and not (tmp_path / "root").exists()
+
+
+def test_limits_of_serving_do_not_make_it_another_pair(tmp_path):
+    file = embedded_copy(tmp_path, {"max_sequences: 8": "max_sequences: 2, max_waiting: 1"})
+    recipe = load_recipe(str(file))
+    assert is_embedded(recipe) and is_embedded(load_recipe("embedded"))
+    assert repository_config(recipe, Places(tmp_path)).max_sequences == 2
+    own = load_recipe(str(embedded_copy(tmp_path, EDITED | {"name: embedded": "name: own"})))
+    assert lay_out(own, Places(tmp_path)).pair == tmp_path / "pair"
+
+
+def test_a_repository_that_can_be_no_folder_is_refused_first(tmp_path):
+    (tmp_path / "out").touch()
+    words = ["repository", TP4, "--root", tmp_path / "root", "--out", tmp_path / "out"]
+    assert f"out is {tmp_path / 'out'}, which is no folder" in invoke(*words, code=1).stderr
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "repository", "check"])
+def test_output_that_cannot_be_written_is_one_line_and_code_1(tmp_path, command):
+    """/dev/full, as the command's standard output."""
+    words = [sys.executable, "-m", "masw.build.commands", command, TP4, "--root", str(tmp_path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "masw-build: [Errno 28] No space left on device"
+    assert "Traceback" not in done.stderr and "╭" not in done.stderr
 
 
 def test_a_cpu_recipe_of_ones_own_is_laid_out_over_its_models(tmp_path):

@@ -116,6 +116,10 @@ def test_the_plan_is_one_json_object_for_machines():
         (["llama-3.1-8b", "--dry-run", "--max-length", "140000"], "max_length is 140000.*131072"),
         (["llama-3.1-8b", "--dry-run", "--dtype", "int3"], "dtype is 'int3'"),
         (["llama-3.1-8b", "--dry-run", "--window", "0"], "window is 0"),
+        *(
+            (["llama-3.1-8b", "--dry-run", f"--{name}", "16777217"], "is 16777217; .* or less")
+            for name in ("sink", "window", "interval", "rollback", "max-sequences", "chunk")
+        ),
         (["llama-3.1-8b", "--dry-run", "--quantization", "int8"], "'int8'; use one of none, fp8"),
         ([], "give MODEL, or --recipe"),
         (["llama-3.1-8b", "--dry-run", "--module", "x"], "TensorRT module is 'x'; use one of"),
@@ -274,6 +278,19 @@ def test_an_adaptor_of_another_base_is_refused(model_dir, tmp_path):
 
 
 # --- quantised drafts
+
+
+def test_a_plan_checks_the_adaptor_that_is_given(model_dir, tmp_path):
+    """Its memory against the options, its tensors against the model."""
+    own, file = Decoder.load(model_dir("llama")), tmp_path / "adaptor.safetensors"
+    own.copy_adaptor(AdaptorConfig(own.fingerprint(), 8, 16, 4)).save(file)
+    words = ["--adaptor", file, "--max-length", "512", "--dry-run", "--json"]
+    assert json.loads(call(model_dir("llama"), *words, "--sink", "8").stdout)["capacity"]
+    for option, value in (("sink", 9), ("window", 9), ("interval", 0), ("visibility", "never")):
+        told = call(model_dir("llama"), *words, f"--{option}", value, code=1).stderr
+        assert f"{option} is {value}, but adaptor {file} is for " in told
+    told = call("llama-3.1-8b", *words, code=1).stderr
+    assert "adaptor.safetensors: layers.0.k_proj.weight is" in told
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)

@@ -1,6 +1,7 @@
 """`masw-perf` on a tiny random pair: what is counted and compared is counted and compared truly."""
 
 import json
+import pydoc_data.topics
 import time
 from dataclasses import replace
 
@@ -354,6 +355,18 @@ def test_speedup_ends_with_one_json_object(folder, masw_perf, tmp_path):
         (["speedup", "--new-tokens", "1"], 2, "new_tokens is 1"),
         (["speedup", "--prompts", "0"], 2, "prompts is 0"),
         (["speedup", "--documents", "/no/such/file"], 2, "does not exist"),
+        (
+            ["speedup", "--prefixes", "500"],
+            2,
+            "500 with 64 new tokens; the pair's max_length is 512",
+        ),
+        (["speedup", "--prefixes", "48", "--draft-tokens", "17"], 2, "max_draft_tokens is 16"),
+        (["speedup", "--prefixes", "5"], 1, "the manual has 0 documents of 5 tokens or more"),
+        (["speedup", "--threads", "-1"], 2, "greater than or equal to 0"),
+        (["draft-step", "--threads", "-1"], 2, "greater than or equal to 0"),
+        (["draft-step", "--prefixes", "99999999"], 1, "the model has 1024 positions"),
+        (["serve", "--prompts", "0"], 2, "greater than or equal to 1"),
+        (["serve", "--draft-tokens", "-1"], 2, "draft_lengths holds -1"),
     ],
 )
 def test_bad_options_give_a_clear_error(folder, masw_perf, words, code, message):
@@ -380,6 +393,28 @@ def test_serve_says_why_perf_analyzer_cannot_run(folder, masw_perf, monkeypatch)
     result = masw_perf("serve", "--recipe", folder)
     assert result.exit_code == 1
     assert "masw-perf: cannot get the wheel" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--prefix", "0"], 2, "prefix is 0; it must be 1 or more"),
+        (["--prefix", "449"], 2, "449 with 64 new tokens; the pair's max_length is 512"),
+        (["--prefix", "8"], 1, "the manual has 0 documents of 8 tokens or more, 4 are wanted"),
+    ],
+)
+def test_serve_refuses_a_prefix_before_it_starts(
+    folder, masw_perf, monkeypatch, words, code, message
+):
+    monkeypatch.setattr("masw.clients.perf_analyzer.prepare_perf_analyzer", lambda say: [])
+    result = masw_perf("serve", "--recipe", folder, *words)
+    assert result.exit_code == code
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_manual_begins_once_at_every_topic():
+    found = [document.name for document in texts.read_documents(None)]
+    assert sorted(found) == sorted(pydoc_data.topics.topics)
 
 
 def test_the_plain_baseline_computes_what_the_decoder_does(folder):

@@ -36,6 +36,10 @@ def test_a_poor_pair_is_warned_about_and_breaks_even_where_it_says():
         ((2, 30, -1, 5), "accepted is -1"),
         ((2, 30, 0, 0), "draft_tokens is 0"),
         ((2, 30, 2, 5, 0), "decode is 0"),
+        ((float("inf"), 30, 2, 5), "draft is inf"),
+        ((2, float("nan"), 2, 5), "verify is nan"),
+        ((2, 30, float("nan"), 5), "accepted is nan"),
+        ((2, 30, 2, 5, float("inf")), "decode is inf"),
     ],
 )
 def test_impossible_latencies_are_refused(numbers, message):

@@ -106,6 +106,16 @@ def test_writing_again_changes_only_what_differs(config, sources, tmp_path):
     assert not [path for path in tmp_path.rglob(".*")]
 
 
+def test_a_failed_write_leaves_nothing_behind(config, sources, tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(repository.os, "replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_repository(config, tmp_path, sources)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_a_model_without_code_is_named(config, tmp_path):
     with pytest.raises(FileNotFoundError, match="tensorrt_llm"):
         write_repository(config, tmp_path / "repository", tmp_path)
