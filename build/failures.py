@@ -23,6 +23,8 @@ def failures(tool: str, interrupted: str = "interrupted") -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:
+        raise  # the reader has left; typer ends quietly
     except EXPECTED as error:
         typer.echo(f"{tool}: {error}", err=True)
         raise typer.Exit(1) from None
