@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..engines.recipes import EMBEDDED
+from .processes import sweep_orphans
 from .repository import RepositoryConfig, write_repository
 from .supervisor import Supervisor, SupervisorConfig
 from .triton_install import ServerError, masw_home
-from .triton_server import ServerConfig, TritonServer
+from .triton_server import ServerConfig, TritonServer, check_ports
 
 app = typer.Typer(add_completion=False)
 
@@ -144,6 +145,8 @@ def serve(
                 decoupled=decoupled,
             )
             check_draft_tokens(recipe, draft_tokens)
+            sweep_orphans()
+            check_ports(config)  # whoever has them may be reading that repository
             with report.progress("preparing"):
                 write_repository(replace(models, recipe=prepare(recipe)), repository)
         finished = run(config, limits, report, signals)

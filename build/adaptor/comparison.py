@@ -111,6 +111,8 @@ def _untrained(c: Comparison, decoder: Decoder, window: int, interval: int) -> D
 
 def _trained(name: str, path: Path, decoder: Decoder) -> DraftMemory:
     adaptor = Adaptor.load(path, decoder.config, decoder.fingerprint())
+    if not all(parameter.isfinite().all() for parameter in adaptor.parameters()):
+        raise ValueError(f"{path.name} has weights that are not finite; train it again")
     adaptor = adaptor.to(decoder.embed_tokens.weight).requires_grad_(False)
     return DraftMemory(name, adaptor.config.rule(), adaptor)
 

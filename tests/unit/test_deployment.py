@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -248,6 +249,16 @@ def test_masw_serve_refuses_before_it_writes_or_starts(no_server, monkeypatch, w
     monkeypatch.chdir(no_server)
     told = CliRunner().invoke(serve.app, words)
     assert told.exit_code == 1 and f"error: {message}" in told.stderr.replace("--recipe ", "")
+    assert not (no_server / "home").exists()
+
+
+def test_masw_serve_leaves_the_repository_of_a_running_server_alone(no_server):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        told = CliRunner().invoke(serve.app, ["--http-port", str(port)])
+    assert told.exit_code == 1 and f"http port {port} on 127.0.0.1 cannot be used" in told.stderr
     assert not (no_server / "home").exists()
 
 

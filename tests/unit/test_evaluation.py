@@ -291,6 +291,16 @@ def test_memories_of_one_name_are_refused_before_any_forward(
     assert not kept.exists()
 
 
+def test_an_adaptor_that_is_not_finite_is_refused(decoder, tmp_path):
+    model = decoder("llama")
+    adaptor = random_adaptor(model, MemoryRule(8, 16, 16, 4, "evicted"), trained=True)
+    next(adaptor.parameters())[0] = torch.nan
+    adaptor.save(tmp_path / "a.safetensors")
+    comparison = Comparison({"mine": tmp_path / "a.safetensors"})
+    with pytest.raises(ValueError, match=r"a\.safetensors has weights that are not finite"):
+        compare(comparison, model, [Sample((1, 2), (3,), "x", 2)], pytest.fail)
+
+
 @pytest.mark.parametrize("name", ["full", "swa-32", "windowed", "snapkv2", "untrained"])
 def test_an_adaptor_is_not_named_like_another_memory(name):
     with pytest.raises(ValueError, match=f"adaptor '{name}' is named like another memory"):
