@@ -38,11 +38,20 @@ def _pair(subject: Subject) -> Finding:
     missing = missing_parts(folder)
     if missing:
         found = f"{folder} lacks {', '.join(missing)}"
-        return failed(name, found, "make what the lines about its parts name")
+        return failed(name, found, _remedy(subject, write))
     if folder == subject.places.pair and (strayed := strayed_parts(folder, _parts(subject))):
         found = f"{folder} leads to another {', '.join(strayed)} than there is by now"
         return failed(name, found, f"write it again: {write}")
     return ok(name, f"{folder} is whole")
+
+
+def _remedy(subject: Subject, write: str) -> str:
+    """How the parts of a pair come to be; on the gpu lane other findings name their commands."""
+    if subject.recipe.lane == Lane.GPU:
+        return "make what the lines about its parts name"
+    places = subject.places
+    models = f"put model folders at {places.target_model} and {places.draft_model}"
+    return f"{models}, the adaptor at {places.adaptor}, then: {write}"
 
 
 def _parts(subject: Subject) -> dict[str, Path]:

@@ -417,6 +417,24 @@ def test_limits_of_serving_do_not_make_it_another_pair(tmp_path):
     assert lay_out(own, Places(tmp_path)).pair == tmp_path / "pair"
 
 
+def test_check_says_where_the_parts_of_ones_own_pair_go(tmp_path):
+    root, file = tmp_path / "root", embedded_copy(tmp_path, {"name: embedded": "name: own"})
+    invoke("repository", file, "--root", root)
+
+    def pair(code):
+        shown = invoke("check", file, "--root", root, "--json", code=code).stdout
+        return next(each for each in json.loads(shown)["checks"] if each["name"] == "pair")
+
+    remedy = pair(code=1)["remedy"]
+    for name in ("target", "draft", "adaptor.safetensors"):
+        part = root / "models" / name
+        assert str(part) in remedy
+        part.mkdir(parents=True)
+    (root / "models" / "draft" / "config.json").touch()
+    invoke("repository", file, "--root", root)
+    assert pair(code=0)["state"] == "ok"
+
+
 def test_a_repository_that_can_be_no_folder_is_refused_first(tmp_path):
     (tmp_path / "out").touch()
     words = ["repository", TP4, "--root", tmp_path / "root", "--out", tmp_path / "out"]
