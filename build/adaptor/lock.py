@@ -9,8 +9,8 @@ from typing import IO
 from .samples import DataError
 
 
-def lock(file: IO | int, how: int, path: Path) -> None:
-    """`fcntl.flock` of an open file or folder, `path` by name.
+def lock(file: IO, how: int, path: Path) -> None:
+    """`fcntl.flock` of a file open for writing (as NFS wants it); path: what to name in an error.
 
     Raises DataError where another process has it (how: with LOCK_NB) or there are no locks.
     """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +43,7 @@ class RunFolder:
         self, path: Path, settings: TrainSettings, inputs: dict[str, Any], writes: bool = True
     ):
         self.path, self.settings, self.writes = path, settings, writes
-        self._known = path / "settings.json"
+        self._known, self._log = path / "settings.json", path / "log.jsonl"
         self._wanted = json.loads(json.dumps(inputs | asdict(settings)))
         self._check()
 
@@ -81,13 +80,10 @@ class RunFolder:
             yield
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        place = os.open(self.path, os.O_RDONLY)
-        try:
-            lock(place, fcntl.LOCK_EX | fcntl.LOCK_NB, self.path)
+        with self._log.open("a") as file:
+            lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB, self.path)
             self._check()  # another may have trained since
             yield
-        finally:
-            os.close(place)
 
     def resume(self, trainer: Trainer) -> int:
         """Takes the trainer to the last saved step, which is returned, and cuts the log there.
@@ -98,14 +94,13 @@ class RunFolder:
             trainer.load_state(self.state)
         if self.writes:
             write_json(self._known, self._wanted)
-            log = self.path / "log.jsonl"
-            lines = log.read_text().splitlines() if log.is_file() else []
-            log.write_text("".join(line + "\n" for line in lines[: trainer.step]))
+            lines = self._log.read_text().splitlines()
+            self._log.write_text("".join(line + "\n" for line in lines[: trainer.step]))
         return trainer.step
 
     def note(self, report: StepReport) -> None:
         """Adds a step to the log."""
-        with (self.path / "log.jsonl").open("a") as file:
+        with self._log.open("a") as file:
             file.write(json.dumps(asdict(report)) + "\n")
 
     def finish(self, adaptor: Adaptor, facts: dict[str, Any]) -> list[Path]:

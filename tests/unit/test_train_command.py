@@ -145,7 +145,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(model, samples, tmp
     with RunFolder(tmp_path, TrainSettings(), {}).held():
         told = sft(model, samples, tmp_path, code=1).stderr
     assert "is in use: the same command runs already" in told
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["adaptor-r4.safetensors", "provenance.json"])
