@@ -29,7 +29,10 @@ def is_embedded(recipe: Recipe) -> bool:
     shipped = load_recipe(EMBEDDED)
     names = ("lane", "name", "package")
     same = all(getattr(recipe, name) == getattr(shipped, name) for name in names)
-    return same and Pair.of(recipe) == Pair.of(shipped)
+    if not same:
+        return False
+    pair, ours = Pair.of(shipped), Pair.of(recipe)
+    return replace(ours, draft_tokens=pair.draft_tokens) == pair  # the repository states its own
 
 
 def check_name(recipe: Recipe) -> None:
@@ -61,13 +64,12 @@ def lay_out(
     """Writes the repository to `out` (the recipe's place when None), and the pair.
 
     decoupled: instead of the recipe's own. The embedded pair is prepared if it is not yet. Raises
-    RecipeError for another recipe of its name, ValueError or OSError where `out` is no folder.
+    RecipeError for another recipe of its name, ValueError where `out` is no folder.
     """
     check_name(recipe)
     out = out or places.repository
     if out.exists() and not out.is_dir():
         raise ValueError(f"out is {out}, which is no folder; give another")
-    out.mkdir(parents=True, exist_ok=True)  # before anything else is written
     config = repository_config(recipe, places)
     if decoupled is not None:
         config = replace(config, decoupled=decoupled)

@@ -152,7 +152,8 @@ def files_of(texts: Sequence[str]) -> dict[str, Path]:
 
 def tuples_of(text: str, form: str) -> tuple[tuple[int, ...], ...]:
     """Numbers in a form such as W:r, several of these separated by commas."""
-    found = [part.strip().split(":") for part in text.split(",") if part.strip()]
+    parts = [part.split(":") for part in text.replace("_", "").split(",") if part.strip()]
+    found = [[number.strip() for number in part] for part in parts]
     numeric = all(number.isdecimal() for entry in found for number in entry)
     if not numeric or any(len(entry) != len(form.split(":")) for entry in found):
         raise typer.BadParameter(f"{text!r}: give {form}, several separated by commas")

@@ -26,6 +26,9 @@ def words(text: str) -> tuple[str, ...]:
 
 def new_file(path: Path | None) -> Path | None:
     """A file that can be written; refuses a folder, and a place in none, before any work."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+    if path is None:
+        return None
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):
         raise typer.BadParameter(f"{str(path)!r}: give a file in a folder that can be written")
     return path

@@ -7,8 +7,6 @@ Every model gets the whole configuration back as the JSON of its parameter `masw
 
 import importlib.resources
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines.places import Places
 from ..engines.recipe import Lane, Recipe
+from ..engines.whole_file import whole_file
 from . import tensors
 from .tensors import TensorSpec
 from .trtllm_config import BackendTarget
@@ -254,19 +253,9 @@ def _code(sources: Path, name: str) -> Iterable[Path]:
 
 
 def _replace(path: Path, content: bytes) -> bool:
-    """Write `content` atomically unless the file holds it already; True when it was written.
-
-    A failure leaves nothing behind.
-    """
+    """Write `content` atomically unless the file holds it already; True when it was written."""
     if path.is_file() and path.read_bytes() == content:
         return False
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path) as part:
+        part.write_bytes(content)
     return True

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ..engines.config import DecoderConfig
+from ..engines.config import max_positions
 from ..engines.engine_folder import file_sha256
 from ..engines.pair import DTYPES
 from ..engines.recipes import EMBEDDED
@@ -45,7 +45,7 @@ def prompts(
     """Writes prompts: summaries and exact quotes of meetings, continuations of code and text."""
     with failures():
         folder, lengths = model_folder(model), numbers(prefixes)
-        check_prefixes(lengths, DecoderConfig.load(folder).max_positions)
+        check_prefixes(lengths, max_positions(folder))
         codec, found = TextCodec(folder), []
         read = read_meetings(meetings) if meetings else []
         programs, texts = python_texts(code), read_texts(text or [])
@@ -65,11 +65,13 @@ def prompts(
         say(f"{len(found)} prompts in {out}")
 
 
-def check_prefixes(prefixes: Sequence[int], most: int) -> None:
-    """Raises DataError for a length outside 1 to `most`, and for one that stands twice."""
+def check_prefixes(prefixes: Sequence[int], most: int | None) -> None:
+    """Raises DataError for a length below 1 or above `most`, and for one that stands twice."""
     for place, prefix in enumerate(prefixes):
-        if not 1 <= prefix <= most:
-            raise DataError(f"prefixes has {prefix}; it must be 1 to {most}, the model's positions")
+        if prefix < 1:
+            raise DataError(f"prefixes has {prefix}; it must be 1 or more")
+        if most is not None and prefix > most:
+            raise DataError(f"prefixes has {prefix}; the model has {most} positions")
         if prefix in prefixes[:place]:
             raise DataError(f"prefixes has {prefix} twice; give each length once")
 

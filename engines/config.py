@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MOST = 2**31 - 1  # of any size
+MOST_SIZE = 2**31 - 1  # of any size
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROPE_KEYS = {
     "default": (),
@@ -142,6 +142,14 @@ def end_ids(directory: Path) -> tuple[int, ...]:
     return ()
 
 
+def max_positions(directory: Path) -> int | None:
+    """Positions that a model folder's `config.json` states, of any architecture."""
+    config = _read(directory / "config.json")
+    if config.get("max_position_embeddings") is None:
+        return None
+    return _count(config, "max_position_embeddings")
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object of a file."""
     try:
@@ -156,8 +164,10 @@ def _read(path: Path) -> dict[str, Any]:
 def _count(config: dict[str, Any], name: str, default: int | None = None) -> int:
     """A size; `default` where it is absent or null."""
     value = default if config.get(name) is None else config[name]
-    if type(value) is not int or not 1 <= value <= MOST:
-        raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from 1 to {MOST}")
+    if type(value) is not int or not 1 <= value <= MOST_SIZE:
+        raise UnsupportedModelError(
+            f"{name} is {value!r}; it must be an integer from 1 to {MOST_SIZE}"
+        )
     return value
 
 

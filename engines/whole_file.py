@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,15 @@ from pathlib import Path
 def whole_file(path: Path) -> Iterator[Path]:
     """Yields the path to write, beside `path`, which it replaces at the end.
 
-    A failure leaves nothing behind. The file can be read by whom the umask lets, also where its
-    writer (safetensors) would keep it to itself. A pipe or a device is written as it is.
+    A failure leaves nothing behind; of processes that write at once, the last one's file stays.
+    The file can be read by whom the umask lets, also where its writer (safetensors) would keep it
+    to itself. A link still leads to the file; a pipe or a device is written as it is.
     """
+    path = path.resolve()
     if path.exists() and not path.is_file():
         yield path
         return
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.unlink(missing_ok=True)  # of a process that was killed
     part.touch()
     mode = part.stat().st_mode

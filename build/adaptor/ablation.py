@@ -14,6 +14,7 @@ from ...engines.adaptor import Adaptor
 from ...engines.config import DecoderConfig
 from ...engines.decoder import Decoder
 from ...engines.pair import DTYPES
+from ...engines.text import TextCodec
 from ..bench.record import device_name, origin, rounded
 from ..output_folder import write_json
 from ..progress import Say
@@ -145,11 +146,12 @@ class StageRows:
     """Training rows of stages from their sources, made once for all arms that share them."""
 
     def __init__(self, model: Path, sources: dict[str, Sequence[Source]], say: Say):
-        from ...engines.text import TextCodec
-
-        self.codec, self.model = TextCodec(model), DecoderConfig.load(model)
-        self.sources, self.say = sources, say
+        self.model, self.sources, self.say = model, sources, say
         self._made: dict[tuple, list[Rows]] = {}
+
+    @cached_property
+    def _reader(self) -> tuple[TextCodec, DecoderConfig]:
+        return TextCodec(self.model), DecoderConfig.load(self.model)
 
     def prepare(self, arm: Arm) -> None:
         """Makes an arm's rows. Raises DataError for data that give none."""
@@ -158,10 +160,11 @@ class StageRows:
 
     def of(self, stage: str, settings: TrainSettings) -> list[Rows]:
         """The rows of a stage under these settings."""
-        key = stage, settings.lengths, settings.prompt_weight
+        tuning = stage == SFT
+        key = stage, settings.lengths, settings.prompt_weight if tuning else None
         if key not in self._made:
-            what = self.sources[stage], self.codec, self.model
-            self._made[key] = training_rows(*what, settings, stage == SFT, self.say)
+            what = self.sources[stage], *self._reader, settings
+            self._made[key] = training_rows(*what, tuning, self.say)
         return self._made[key]
 
 

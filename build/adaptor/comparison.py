@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ...engines.adaptor import Adaptor, AdaptorConfig
-from ...engines.config import MOST, DecoderConfig
+from ...engines.config import MOST_SIZE, DecoderConfig
 from ...engines.decoder import Decoder
 from ...plugins.slot_attention.rule import MemoryRule
 from ..bench.record import Record, device_name, new_card, rounded
@@ -22,7 +22,7 @@ from .snapkv import SnapKV
 from .spread import beside_windows
 from .summary import Summary, summaries
 
-OWN_NAMES = ("full", "window", "swa", "snapkv", "untrained")  # of memories but the adaptors'
+OWN_NAMES = ("window", "swa", "snapkv", "untrained")  # of memories but the adaptors'
 MOST_DRAFTS = 1024  # tokens
 SNAPKV_SHARE = 8  # the paper's 4,096 entries of 32K, scaled to shorter prefixes
 
@@ -54,9 +54,9 @@ class Comparison:
     def __post_init__(self):
         for name in ("windows", "swa", "equal"):
             least, most = min(getattr(self, name), default=1), max(getattr(self, name), default=1)
-            if not 1 <= least <= most <= MOST:
+            if not 1 <= least <= most <= MOST_SIZE:
                 wrong = most if least >= 1 else least
-                raise ValueError(f"{name} has {wrong}; it must be 1 to {MOST}")
+                raise ValueError(f"{name} has {wrong}; it must be 1 to {MOST_SIZE}")
         for name in self.adaptors:
             if name.startswith(OWN_NAMES):
                 raise ValueError(

@@ -20,7 +20,8 @@ class Journal:
     path: made if it is not there; its results are then in `rows`, and a line that a kill cut short
     is dropped. belongs: settings that decide the results, JSON-ready. alone: no other process may
     use the file meanwhile; otherwise several may add to it at once. Raises DataError, and leaves
-    the file as it is, if it is no journal, was begun with other settings (named) or is in use.
+    the file as it is, if it is no journal, was begun with other settings (named) or is in use; one
+    that is `alone` and has no result yet is begun anew.
     """
 
     def __init__(self, path: Path, belongs: dict[str, Any], alone: bool = False):

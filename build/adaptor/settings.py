@@ -9,7 +9,7 @@ from math import inf
 import torch
 
 from ...engines.adaptor import LAST_TOKEN, AdaptorConfig
-from ...engines.config import MOST
+from ...engines.config import MOST_SIZE
 from ...engines.decoder import Decoder
 from ...plugins.slot_attention.rule import MemoryRule, SlotVisibility
 
@@ -68,8 +68,10 @@ class TrainSettings:
         object.__setattr__(self, "loss", Loss(self.loss))
         least = {"steps": 1, "batch_tokens": 1, "micro_tokens": 1, "warmup": 0, "seed": 0}
         for name, limit in least.items():
-            if not limit <= getattr(self, name) <= MOST:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {limit} to {MOST}")
+            if not limit <= getattr(self, name) <= MOST_SIZE:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be {limit} to {MOST_SIZE}"
+                )
         if not 0 <= self.weight_decay < inf:
             raise ValueError(
                 f"weight_decay is {self.weight_decay}; it must be 0 or more and finite"

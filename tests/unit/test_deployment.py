@@ -409,10 +409,12 @@ def test_an_edited_copy_of_the_embedded_recipe_needs_its_own_name(tmp_path, comm
 
 
 def test_limits_of_serving_do_not_make_it_another_pair(tmp_path):
-    file = embedded_copy(tmp_path, {"max_sequences: 8": "max_sequences: 2, max_waiting: 1"})
+    waiting = {"max_sequences: 8": "max_sequences: 2, max_waiting: 1"}
+    file = embedded_copy(tmp_path, waiting | {"draft_tokens: 5": "draft_tokens: 3"})
     recipe = load_recipe(str(file))
     assert is_embedded(recipe) and is_embedded(load_recipe("embedded"))
-    assert repository_config(recipe, Places(tmp_path)).max_sequences == 2
+    config = repository_config(recipe, Places(tmp_path))
+    assert (config.max_sequences, config.draft_tokens) == (2, 3)
     own = load_recipe(str(embedded_copy(tmp_path, EDITED | {"name: embedded": "name: own"})))
     assert lay_out(own, Places(tmp_path)).pair == tmp_path / "pair"
 

@@ -275,6 +275,7 @@ def test_nothing_to_compare_is_refused(decoder):
     ("names", "change", "name"),
     [
         ((), {"windows": (40, 40)}, "window-40"),
+        (("full",), {}, "full"),
         (("mine", "mine S4 W8 r2"), {"transferred": ((4, 8, 2),)}, "mine S4 W8 r2"),
     ],
 )
@@ -301,7 +302,7 @@ def test_an_adaptor_that_is_not_finite_is_refused(decoder, tmp_path):
         compare(comparison, model, [Sample((1, 2), (3,), "x", 2)], pytest.fail)
 
 
-@pytest.mark.parametrize("name", ["full", "swa-32", "windowed", "snapkv2", "untrained"])
+@pytest.mark.parametrize("name", ["swa-32", "windowed", "snapkv2", "untrained"])
 def test_an_adaptor_is_not_named_like_another_memory(name):
     with pytest.raises(ValueError, match=f"adaptor '{name}' is named like another memory"):
         Comparison({name: Path("a.safetensors")})

@@ -1,6 +1,7 @@
 """The generated repository: complete, typed, idempotent, and understood by the real server."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from tritonclient.grpc import model_config_pb2 as pb
@@ -110,7 +111,7 @@ def test_a_failed_write_leaves_nothing_behind(config, sources, tmp_path, monkeyp
     def refuse(*arguments):
         raise OSError("disk full")
 
-    monkeypatch.setattr(repository.os, "replace", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write_repository(config, tmp_path, sources)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -364,9 +364,9 @@ def test_a_name_that_is_no_model_folder_is_refused_without_asking_a_hub(
 @pytest.mark.parametrize(
     ("prefixes", "message"),
     [
-        ("0", "prefixes has 0; it must be 1 to 1024, the model's positions"),
-        ("-5", "prefixes has -5; it must be 1 to 1024"),
-        ("500,1025", "prefixes has 1025; it must be 1 to 1024"),
+        ("0", "prefixes has 0; it must be 1 or more"),
+        ("-5", "prefixes has -5; it must be 1 or more"),
+        ("500,1025", "prefixes has 1025; the model has 1024 positions"),
         ("100,200,100", "prefixes has 100 twice"),
     ],
 )

@@ -42,12 +42,23 @@ def test_safetensors_can_be_read_by_another_user(tmp_path):
     assert mode(tmp_path / "folder" / "deep" / "t.safetensors") & 0o444 == 0o444
 
 
-def test_what_a_killed_process_left_does_not_matter(tmp_path):
-    (tmp_path / "f.part").write_text("half of another")
-    (tmp_path / "f.part").chmod(0o600)
+def test_of_two_that_write_at_once_the_last_one_stays_whole(tmp_path, monkeypatch):
     with whole_file(tmp_path / "f") as part:
+        part.write_text("first")
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with whole_file(tmp_path / "f") as other:
+            other.write_text("second")
+        assert (tmp_path / "f").read_text() == "second"
+    assert (tmp_path / "f").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [tmp_path / "f"]
+
+
+def test_a_link_still_leads_to_the_file(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "link").symlink_to("deep/f")
+    with whole_file(tmp_path / "link") as part:
         part.write_text("new")
-    assert (tmp_path / "f").read_text() == "new" and mode(tmp_path / "f") == 0o644
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "deep" / "f").read_text() == "new"
 
 
 def test_a_pipe_is_written_and_stays_one(tmp_path):
