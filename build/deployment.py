@@ -27,12 +27,11 @@ class Layout:
 def is_embedded(recipe: Recipe) -> bool:
     """Whether this is the pair that needs no files of its own; limits of serving may differ."""
     shipped = load_recipe(EMBEDDED)
-    names = ("lane", "name", "package")
-    same = all(getattr(recipe, name) == getattr(shipped, name) for name in names)
-    if not same:
+    if (recipe.lane, recipe.name, recipe.package) != (shipped.lane, shipped.name, shipped.package):
         return False
-    pair, ours = Pair.of(shipped), Pair.of(recipe)
-    return replace(ours, draft_tokens=pair.draft_tokens) == pair  # the repository states its own
+    pair = Pair.of(shipped)
+    mine = replace(Pair.of(recipe), draft_tokens=pair.draft_tokens)  # the repository has its own
+    return mine == pair
 
 
 def check_name(recipe: Recipe) -> None:

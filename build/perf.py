@@ -222,6 +222,7 @@ def serve(
         with usage():
             lengths = [None if word == "default" else word for word in words(draft_tokens)]
             lengths = tuple(word if word is None else numbers(word)[0] for word in lengths)
+            # What is wrong with it is told before the pair and the texts are made.
             load = ServingLoad(("later",), max_tokens, numbers(concurrency), lengths, requests)
         prepare_perf_analyzer(say)  # before anything takes long
         folder = Path(prepare(recipe))

@@ -112,6 +112,10 @@ class Adaptor(nn.Module):
         embedded = embedding(ids)
         return embedded if self.offset is None else embedded + self.offset.to(embedded.dtype)
 
+    def is_finite(self) -> bool:
+        """Whether no weight is infinite or NaN."""
+        return all(parameter.isfinite().all() for parameter in self.parameters())
+
     def save(self, path: Path, dtype: torch.dtype | None = None, **changes) -> None:
         """Writes the adaptor atomically; the tensors come back bit for bit.
 

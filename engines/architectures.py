@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import json
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .config import DecoderConfig
+from .config import DecoderConfig, UnsupportedModelError, read_config
 
 FILE = "architectures.yaml"
 
@@ -52,12 +51,9 @@ def _numbers(name: str | None) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        numbers = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return read_config(path)
+    except (OSError, UnsupportedModelError) as error:
         raise ArchitectureError(f"architecture is {str(path)!r}: {error}") from None
-    if not isinstance(numbers, dict):
-        raise ArchitectureError(f"architecture is {str(path)!r}: it holds no JSON object")
-    return numbers
 
 
 def check_model_folder(folder: Path) -> None:

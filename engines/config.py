@@ -122,7 +122,7 @@ class DecoderConfig:
         Raises UnsupportedModelError naming the file and the field.
         """
         path = directory / "config.json"
-        config = _read(path) | {"eos_token_id": list(end_ids(directory))}
+        config = read_config(path) | {"eos_token_id": list(end_ids(directory))}
         try:
             return cls.from_hf(config)
         except ValueError as error:
@@ -133,7 +133,7 @@ def end_ids(directory: Path) -> tuple[int, ...]:
     """A model folder's end ids: of `generation_config.json` where that has some."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        config = _read(path) if path.exists() else {}
+        config = read_config(path) if path.exists() else {}
         if config.get("eos_token_id") is not None:
             try:
                 return _eos_ids(config)
@@ -144,14 +144,14 @@ def end_ids(directory: Path) -> tuple[int, ...]:
 
 def max_positions(directory: Path) -> int | None:
     """Positions that a model folder's `config.json` states, of any architecture."""
-    config = _read(directory / "config.json")
+    config = read_config(directory / "config.json")
     if config.get("max_position_embeddings") is None:
         return None
     return _count(config, "max_position_embeddings")
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The JSON object of a file."""
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises UnsupportedModelError, or OSError where there is none."""
     try:
         config = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

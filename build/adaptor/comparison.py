@@ -53,10 +53,8 @@ class Comparison:
 
     def __post_init__(self):
         for name in ("windows", "swa", "equal"):
-            least, most = min(getattr(self, name), default=1), max(getattr(self, name), default=1)
-            if not 1 <= least <= most <= MOST_SIZE:
-                wrong = most if least >= 1 else least
-                raise ValueError(f"{name} has {wrong}; it must be 1 to {MOST_SIZE}")
+            if wrong := [n for n in getattr(self, name) if not 1 <= n <= MOST_SIZE]:
+                raise ValueError(f"{name} has {wrong[0]}; it must be 1 to {MOST_SIZE}")
         for name in self.adaptors:
             if name.startswith(OWN_NAMES):
                 raise ValueError(
@@ -111,7 +109,7 @@ def _untrained(c: Comparison, decoder: Decoder, window: int, interval: int) -> D
 
 def _trained(name: str, path: Path, decoder: Decoder) -> DraftMemory:
     adaptor = Adaptor.load(path, decoder.config, decoder.fingerprint())
-    if not all(parameter.isfinite().all() for parameter in adaptor.parameters()):
+    if not adaptor.is_finite():
         raise ValueError(f"{path.name} has weights that are not finite; train it again")
     adaptor = adaptor.to(decoder.embed_tokens.weight).requires_grad_(False)
     return DraftMemory(name, adaptor.config.rule(), adaptor)

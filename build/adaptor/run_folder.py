@@ -22,7 +22,7 @@ import torch
 
 from ...engines.adaptor import Adaptor
 from ..bench.record import origin, without_folder
-from ..output_folder import write_json
+from ..output_folder import PROVENANCE, write_json
 from .journal import differing
 from .lock import lock
 from .settings import TrainSettings
@@ -51,9 +51,11 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is no folder; give another --out")
         if not self.state.is_file():
-            for name in ("provenance.json", *sorted(p.name for p in self.path.glob(ADAPTORS))):
-                if (self.path / name).exists():
-                    raise ValueError(f"{self.path} holds {name} of no run; give another --out")
+            foreign = [*self.path.glob(PROVENANCE), *sorted(self.path.glob(ADAPTORS))]
+            if foreign:
+                raise ValueError(
+                    f"{self.path} holds {foreign[0].name} of no run; give another --out"
+                )
             return
         try:
             found = dict(json.loads(self._known.read_text()))
@@ -114,5 +116,5 @@ class RunFolder:
             **origin(),
             "settings": asdict(self.settings),
         }
-        write_json(self.path / "provenance.json", record | facts)
+        write_json(self.path / PROVENANCE, record | facts)
         return paths

@@ -188,7 +188,7 @@ class Trainer:
 
         Raises FloatingPointError for weights that are no longer finite.
         """
-        if not all(parameter.isfinite().all() for parameter in self.parameters):
+        if not self.adaptor.is_finite():
             raise FloatingPointError(
                 f"step {self.step} left weights that are not finite; use a lower learning_rate"
             )
